@@ -61,11 +61,16 @@ def test_layers_with_a_decay_per_key_channel_have_rows_of_their_own(monkeypatch)
     assert rows["sglang", "prefill"].server == "sglang: FlashInfer, with a lower bound"
     assert rows["sglang", "verify"].server == "sglang: CuTe DSL, for some models"
     kimi = channels(HOPPER, engine_report.KIMI_K3)
-    assert {engine for engine, _ in kimi} == {"vllm"} and "patch_vllm()" in kimi["vllm", "decode"].setting
+    assert {engine for engine, _ in kimi} == {"vllm", "sglang"}
+    assert kimi["sglang", "decode"].server == "sglang: fused kernel"
+    own = [kimi["vllm", phase].server for phase in usage.ROLES]
+    assert own == ["vllm: FlashKDA", "vllm: fused kernel", "vllm: Triton"]
     monkeypatch.setenv("GDN_ENGINES", "vllm,sglang")
     usage.count_served("sglang", usage.CHANNEL_ROLES["verify"])
     rows = channels(HOPPER)
-    assert {rows["vllm", phase].server for phase in usage.ROLES} == {"gdn"}
+    kimi = channels(HOPPER, engine_report.KIMI_K3)
+    assert {table["vllm", phase].server for phase in usage.ROLES for table in (rows, kimi)} == {"gdn"}
+    assert "latency_specialized" in kimi["vllm", "decode"].setting
     assert (rows["sglang", "verify"].server, rows["sglang", "verify"].calls) == ("gdn", 1)
     assert served(HOPPER)["sglang", "verify"].calls == 0
     assert rows["sglang", "prefill"].setting == "--linear-attn-prefill-backend gdn"

@@ -64,8 +64,15 @@ def test_each_flag_selects_its_phase(package, flags):
         sglang_engine.build(package, package.own_channels)
 
 
-def layer_of(bound):
-    return SimpleNamespace(
+class Layer(SimpleNamespace):
+    def __call__(self, forward_batch, **tokens):
+        """Decode as SGLang's layer does, which finds its backend in a global."""
+        return self.backend.forward_decode(self, forward_batch, **tokens)
+
+
+def layer_of(bound, H=H, K=K):
+    P = H * K
+    return Layer(
         layer_id=0, conv_weights=torch.randn(3 * P, W), bias=None, A_log=torch.randn(1, 1, H, 1),
         dt_bias=torch.randn(P), lower_bound=bound, q_dim=P, k_dim=P, v_dim=P, num_q_heads=H, num_k_heads=H,
         num_v_heads=H, head_q_dim=K, head_k_dim=K, head_v_dim=K,
@@ -91,14 +98,16 @@ def conv_step(x, conv_state, weight, bias, activation, conv_state_indices, **res
     )
 
 
-def backend_of(package, monkeypatch, T=3):
+def backend_of(package, monkeypatch, T=3, H=H, K=K, dtype=torch.float32):
     """Return SGLang's KDAAttnBackend around pools, its convolution on the CPU, and the pools."""
+    P = H * K
     pools = SimpleNamespace(
-        conv=[torch.randn(SLOTS, W - 1, 3 * P)], temporal=torch.randn(SLOTS, H, K, K), replayssm_d=None,
-        replayssm_k=None, replayssm_g=None, intermediate_ssm=torch.zeros(4, T, H, K, K),
+        conv=[torch.randn(SLOTS, W - 1, 3 * P, dtype=dtype)], temporal=torch.randn(SLOTS, H, K, K),
+        replayssm_d=None, replayssm_k=None, replayssm_g=None, intermediate_ssm=torch.zeros(4, T, H, K, K),
         intermediate_conv_window=[torch.zeros(4, T, W - 1, 3 * P)],
     )  # fmt: skip
     made = object.__new__(package.channels.KDAAttnBackend)
+    made._fused_override_notice = None
     made.kernel_dispatcher, made.accept_lens_pool = dispatcher(package), None
     made._fused_chain_verify_fn, made.verify_intermediate_state_indices = None, torch.arange(4).int()
     made.req_to_token_pool = SimpleNamespace(mamba2_layer_cache=lambda layer: pools, size=4)
@@ -114,6 +123,7 @@ def sequence(T):
 
 def expected_of(layer, x):
     """Return the rule's output [T, H, K] and final state of one sequence in fp64."""
+    H, K, P = layer.num_k_heads, layer.head_k_dim, layer.k_dim
     mixed, a, b = (t.double() for t in x)
     mixed, _ = reference_layers.causal_conv1d(mixed[None], layer.conv_weights.double(), activation="silu")
     q, k, v = (part.unflatten(2, (H, K)) for part in mixed.split(P, -1))
@@ -191,6 +201,63 @@ def test_prompts_decode_and_drafts(package, flags, monkeypatch, bound):
         ("sglang", ROLES["prefill"]): 1, ("sglang", ROLES["decode"]): 3, ("sglang", ROLES["verify"]): 1,
     }  # fmt: skip
     assert not usage.rejected
+
+
+def k3_of(package, layer):
+    """Return what SGLang's layer of Kimi K3 reads of itself; the norm's own call must not come."""
+    H, K = layer.num_v_heads, layer.head_v_dim
+    norm = SimpleNamespace(weight=torch.randn(K), eps=1e-5)
+    made = SimpleNamespace(
+        attn=layer, o_norm=norm, head_dim=K, use_full_rank_gate=True, do_fuse_qkvbfg=True,
+        _kda_hip_fused_decode_ready=False, _kda_fused_decode_ready=False, all_reduce_fusion=False,
+        o_proj=lambda x: (x, None),
+        forward_qkvbfg_fused=lambda x, defer_f_b: x.split([3 * H * K, H, H * K, H * K], 1),
+    )  # fmt: skip
+    package.k3.KimiK3DeltaAttention._prepare_fused_decode(made)
+    assert made._kda_fused_decode_ready
+    return made
+
+
+@pytest.mark.parametrize("dtype, limit", [(torch.float32, 1e-5), (torch.bfloat16, 1e-2)])
+def test_the_fused_decode_of_kimi_k3(package, flags, monkeypatch, dtype, limit):
+    """K3's layer at SGLang's sizes: its convolution, rule and norm in one call, a row of padding beside."""
+    H, K, T, called = 12, 128, 3, []
+
+    def fused(*args, **kwargs):
+        called.append(1)
+        return torch.zeros(1, 2, H, K, dtype=dtype)
+
+    monkeypatch.setattr(package.channels.kda_fused_decode, "kda_fused_decode", fused)
+    layer = layer_of(-5.0, H, K)
+    k3, x = k3_of(package, layer), torch.randn(T, 5 * H * K + H).to(dtype)
+    mode = SimpleNamespace(is_decode=lambda: True, is_target_verify=lambda: False)
+    batch = SimpleNamespace(forward_mode=mode, logical_forward_mode=mode)
+
+    def steps():
+        layer.backend, pools = backend_of(package, monkeypatch, H=H, K=K, dtype=dtype)
+        pools.conv[0][3] = pools.temporal[3] = 0
+        layer.backend.forward_metadata = package.Metadata(
+            query_start_loc=torch.arange(3).int(), mamba_cache_indices=torch.tensor([3, -1]).int()
+        )
+        rows = (torch.stack([row, row]) for row in x)
+        return pools, [package.k3.KimiK3DeltaAttention.forward(k3, row, None, batch, None) for row in rows]
+
+    flags.linear_attn_decode_backend = "gdn"
+    pools, out = steps()
+    assert not called and usage.served == {("sglang", ROLES["decode"]): T} and not usage.rejected
+    mixed, b, a, z = x.split([3 * H * K, H, H * K, H * K], 1)
+    o, S = expected_of(layer, (mixed, a, b))
+    expected = reference_layers.rms_norm_gated(
+        o, z.unflatten(1, (H, K)), k3.o_norm.weight, eps=1e-5, activation="sigmoid"
+    )
+    assert error(torch.stack([y[0] for y in out]), expected.flatten(1)) < limit
+    assert not any(y[1].any() for y in out)
+    assert error(pools.temporal[3], S) < limit and error(pools.conv[0][3], mixed[-3:]) < 1e-7
+    if dtype is torch.bfloat16:
+        # without the flag the kernel is SGLang's
+        flags.linear_attn_decode_backend = None
+        steps()
+        assert called == [1] * T and usage.served == {("sglang", ROLES["decode"]): T}
 
 
 def test_tree_verification_and_unpacked_decode(package, flags):
@@ -290,6 +357,31 @@ def test_a_rejected_call_is_sglangs(package, flags, monkeypatch):
     assert torch.equal(states, before) and len(usage.rejected) == 3 and not usage.served
 
 
+@pytest.mark.parametrize("change", ["rings", "deferred gate", "split filters"])
+def test_a_rejected_step_is_sglangs(package, flags, monkeypatch, change):
+    """Rings of ReplaySSM, K3's gate on ROCm and filters apart: the method of SGLang's backend runs, once."""
+    flags.linear_attn_decode_backend = "gdn"
+    made, pools = backend_of(package, monkeypatch)
+    layer, called = layer_of(None), []
+    monkeypatch.setattr(type(made).__mro__[1], "forward_decode", lambda self, *args: called.append(args) or 7)
+    monkeypatch.setattr(made, "_track_mamba_state_decode", lambda *args: 1 / 0)
+    if change == "rings":
+        pools.replayssm_d = torch.zeros(1)
+    elif change == "deferred gate":
+        layer._k3_deferred_f_b = True
+    else:
+        layer.conv_weights = layer.conv_weights.split(P)
+    made.forward_metadata = package.Metadata(
+        query_start_loc=torch.arange(2).int(), mamba_cache_indices=torch.tensor([3]).int()
+    )
+    mixed, a, b = sequence(1)
+    states = pools.temporal.clone()
+    assert made.forward_decode(layer, None, mixed, a[None], b[None]) == 7 and len(called) == 1
+    assert torch.equal(states, pools.temporal) and not usage.served
+    ((name, _),) = usage.rejected
+    assert name == "KDAAttnBackend.forward_decode"
+
+
 def test_what_decides_in_sglang(package, flags, monkeypatch):
     """Every flag and default that the page names, in SGLang's own code."""
     from sglang.srt.arg_groups import glm5_next_hook, kimi_k3_hook, model_hook
@@ -318,8 +410,10 @@ def test_what_decides_in_sglang(package, flags, monkeypatch):
     assert "get_device_capability()[0] != 10" in inspect.getsource(
         channels.KDAAttnBackend._can_run_dspark_cutedsl_mtp
     )
-    # Kimi K3's fused decode passes the dispatcher by
-    assert "_k3_fused_decode_args" in inspect.getsource(channels.KDAAttnBackend.forward_decode)
+    # the convolution, and Kimi K3's fused decode, pass the dispatcher by: ours is a subclass of the backend
+    made = channels.KDAAttnBackend
+    assert made.__module__ == sglang_kda.__name__
+    assert "_k3_fused_decode_args" in inspect.getsource(made.__mro__[1].forward_decode)
     # prompts on SM100 and SM103 with a bound
     execution = channels.get_exec()
     execution.overlap = SimpleNamespace(enable_two_batch_overlap=False)

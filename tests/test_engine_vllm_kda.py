@@ -1,9 +1,11 @@
 """Test gdn's plug-in on vLLM's own layers with a decay per key channel, from its wheel (`make engines`).
 
-The layers of Kimi-Linear, GLM-5.3-Flash and Ling-3.0 are built by vLLM's constructors through its registry,
-called through their forward with metadata of vLLM's builder, and compared with the recurrence in fp64.
+The layers of Kimi-Linear, Kimi K3, GLM-5.3-Flash and Ling-3.0 are built by vLLM's constructors through its
+registry, called through their forward with metadata of vLLM's builders, and compared with fp64.
 """
 
+import inspect
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -22,7 +24,7 @@ pytestmark = pytest.mark.skipif(
 H, K, W, HIDDEN, BLOCKS = 3, 16, 4, 40, 16
 P = H * K
 PREFIX = "model.layers.0.self_attn"
-MODELS = ["kimi", "kimi bounded", "glm", "ling", "ling unbounded"]
+MODELS = ["kimi", "kimi bounded", "k3", "k3 unbounded", "glm", "ling", "ling unbounded"]
 
 
 @pytest.fixture(scope="module")
@@ -31,8 +33,12 @@ def package(tmp_path_factory):
     from vllm.model_executor.layers.mamba.gdn import kimi_gdn_linear_attn as kimi
     from vllm.model_executor.models import bailing_moe_v3 as ling
     from vllm.models.glm5next.common import kda as glm
+    from vllm.models.kimi_k3.nvidia import kda as k3
+    from vllm.models.kimi_k3.nvidia import kda_metadata
+    from vllm.models.kimi_k3.nvidia.specialized_decode.runtime import specialized_decode_config
 
-    made.kimi, made.ling, made.glm = kimi, ling, glm
+    made.kimi, made.ling, made.glm, made.k3, made.k3_metadata = kimi, ling, glm, k3, kda_metadata
+    made.k3_specialized = specialized_decode_config
     return made
 
 
@@ -66,6 +72,12 @@ def build(package, model, drafts=0, mode="none"):
             layer = package.kimi.KimiGatedDeltaNetAttention(
                 SimpleNamespace(linear_attn_config=rule, **base), config, PREFIX
             )
+        elif model.startswith("k3"):
+            rule = {"head_dim": K, "num_heads": H, "short_conv_kernel_size": W, "use_full_rank_gate": True}
+            rule |= {"gate_lower_bound": None if "unbounded" in model else -4.0, "kda_layers": [0]}
+            layer = package.k3.KimiK3DeltaAttention(
+                SimpleNamespace(linear_attn_config=rule, **base), config, PREFIX
+            )
         elif model == "glm":
             text = Glm5NextTextConfig(
                 linear_head_dim=K, linear_num_heads=H, linear_conv_kernel_dim=W, hidden_size=HIDDEN
@@ -89,9 +101,10 @@ def build(package, model, drafts=0, mode="none"):
         torch.full((BLOCKS, *window), float("nan")), torch.full((BLOCKS, *state), float("nan"))
     )  # fmt: skip
     spec = layer.get_kv_cache_spec(config)
+    builder = layer.get_attn_backend().get_builder_cls()
+    assert (builder is package.k3_metadata.KimiK3KDAMetadataBuilder) == model.startswith("k3")
     with package.set_config(config):
-        builder = package.attention.GDNAttentionMetadataBuilder(spec, [PREFIX], config, torch.device("cpu"))
-    return layer, builder
+        return layer, builder(spec, [PREFIX], config, torch.device("cpu"))
 
 
 def run(package, layer, info, x):
@@ -112,7 +125,11 @@ def expected_of(layer, x):
     def project(name, value=x):
         return value @ p[f"{name}.weight"].T
 
-    if "in_proj_qkvgfab.weight" in p:
+    if isinstance(layer, vllm_kda_layer.KimiK3Layer):
+        mixed, z, f_a, b = project("in_proj_qkvgfab")[:, : 4 * P + K + H].split([3 * P, P, K, H], -1)
+        a, bound = project("f_b_proj", f_a), layer.gate_lower_bound
+        filters = p["conv1d.weight"].flatten(1)
+    elif "in_proj_qkvgfab.weight" in p:
         mixed, b, f_a = project("in_proj_qkvgfab").split([3 * P, H, K], -1)
         a, z = project("f_b_proj", f_a), project("g_b_proj", project("g_a_proj"))
         bound = layer.gate_lower_bound
@@ -172,7 +189,7 @@ def test_prompts_then_mixed_batches_then_decode(package, model):
 
 
 @pytest.mark.parametrize("with_prompt", [False, True])
-@pytest.mark.parametrize("model", ["kimi", "glm", "ling"])
+@pytest.mark.parametrize("model", ["kimi", "k3", "glm", "ling"])
 def test_drafts(package, model, with_prompt):
     """Drafts follow protocol P2 on vLLM's tables, alone and beside a prompt."""
     layer, builder = build(package, model, drafts=2)
@@ -202,9 +219,12 @@ def test_drafts(package, model, with_prompt):
     assert usage.served["vllm", usage.CHANNEL_ROLES["verify"]] == 3 and not usage.rejected
 
 
-@pytest.mark.parametrize("model", ["kimi", "glm", "ling"])
-def test_snapshots_for_prefix_caching(package, model):
+@pytest.mark.parametrize("model", ["kimi", "k3", "glm", "ling"])
+def test_snapshots_for_prefix_caching(package, model, monkeypatch):
     """With mamba_cache_mode=align a prompt is not split: the state at a block's end goes to its block."""
+    # K3's builder finds a row's blocks by a kernel, where the other one has operators
+    table_of_blocks = package.attention.mamba_get_block_table_tensor
+    monkeypatch.setattr(package.k3_metadata, "_mamba_get_block_table_tensor", table_of_blocks)
     layer, builder = build(package, model, mode="align")
     assert layer.get_prefill_checkpoint_alignment() == vllm_layer.CHECKPOINT_ALIGNMENT
     x, table = torch.randn(100, HIDDEN), torch.tensor([[2, 5]], dtype=torch.int32)
@@ -222,20 +242,61 @@ def test_snapshots_for_prefix_caching(package, model):
     assert error(run(package, layer, info, x[64:]), expected[64:]) < 1e-5
 
 
-def test_what_decides_in_vllm(package):
+def test_drafts_beside_single_tokens_of_k3(package):
+    """K3's builder keeps rows without drafts as single tokens; vLLM's other builder makes prompts of them."""
+    layer, builder = build(package, "k3", drafts=2)
+    xs, tables = torch.randn(3, 10, HIDDEN), torch.tensor([[3, 4, 5], [7, 8, 9], [10, 11, 12]]).int()
+    run(package, layer, metadata(package, builder, [6] * 3, [0] * 3, tables), xs[:, :6].flatten(0, 1))
+    drafting = {
+        "num_accepted_tokens": torch.ones(3).int(), "num_decode_draft_tokens_cpu": torch.tensor([2, -1, 2]),
+    }  # fmt: skip
+    info = metadata(package, builder, [3, 1, 3], [6] * 3, tables, **drafting)
+    assert (info.num_spec_decodes, info.num_decodes, info.num_prefills) == (2, 1, 0)
+    usage.reset()
+    counts = [3, 1, 3]
+    tokens = torch.cat([x[6 : 6 + n] for x, n in zip(xs, counts, strict=True)])
+    for x, n, y in zip(xs, counts, run(package, layer, info, tokens).split(counts), strict=True):
+        assert error(y, expected_of(layer, x[: 6 + n])[0][6:]) < 1e-5
+    assert error(layer.kv_cache[1][7], expected_of(layer, xs[1, :7])[1]) < 1e-5
+    roles = usage.CHANNEL_ROLES
+    assert usage.served == {("vllm", roles["verify"]): 1, ("vllm", roles["decode"]): 1}
+
+
+def test_recoverssm_is_vllms(package, monkeypatch):
+    """--use-replayssm with drafts: K3's layer stays vLLM's, and the reason is counted."""
+    monkeypatch.setattr(vllm_layer, "built", [])
+    monkeypatch.setattr(package.config.cache_config, "use_kda_recoverssm", True)
+    layer, _ = build(package, "k3", drafts=2)
+    assert layer.use_recoverssm and not layer.is_served and layer.step() is None
+    ((name, reason),) = usage.rejected
+    assert name == "KimiK3DeltaAttention" and "--use-replayssm" in reason
+
+
+def test_what_decides_in_vllm(package, monkeypatch):
     """Every flag and default that the page names, in vLLM's own code; none matters to gdn's layers."""
     resolve, bf16 = package.glm._resolve_kda_prefill_backend, torch.bfloat16
     # prompts of GLM on Hopper: FlashKDA, unless --kda-prefill-backend names triton
     assert resolve("auto", 128, bf16, -5.0) == "flashkda" == resolve("flashkda", 128, bf16, -5.0)
     assert resolve("triton", 128, bf16, -5.0) == resolve("auto", 64, bf16, -5.0) == "triton"
     assert resolve("auto", 128, bf16, None) == resolve("auto", 128, torch.float16, -5.0) == "triton"
-    # GLM's and Kimi's layer break a graph that is captured in pieces, Ling's is an operator of its own
+    # K3's own layer: FlashKDA, and a fused kernel for single tokens in bf16 with 12, 24, 48 or 96 heads
+    assert package.k3.resolve_kda_prefill_backend("auto", 128, bf16, torch.float32, -5.0) == "flashkda"
+    decide, sizes = package.k3.resolve_kda_decode_backend, (128, 4, 0, bf16, bf16, torch.float32)
+    monkeypatch.setattr(torch.ops._C, "fused_kda_decode", None, raising=False)
+    assert decide("auto", 12, *sizes) == "native" and decide("triton", 12, *sizes) == "triton"
+    assert decide("auto", 8, *sizes) == "triton"
+    # on sm_100 a decode of the whole model, which calls no layer, if it is asked for
+    specialized = package.k3_specialized
+    assert specialized(SimpleNamespace(additional_config={})) is None
+    source = inspect.getsource(sys.modules[specialized.__module__])
+    assert "current_platform.is_device_capability_family(100)" in source and "latency_specialized" in source
+    # GLM's and Kimi's layers break a graph that is captured in pieces, Ling's is an operator of its own
     made = vllm_kda_layer.make_channel_layers()
     names = {name for _, name, _ in vllm_kda_layer.LAYERS}
     assert set(made) == names <= set(package.custom_op.op_registry_oot)
     breaks = {name: hasattr(vars(layer).get("_forward"), "__wrapped__") for name, layer in made.items()}
     assert breaks == {
-        "KimiGatedDeltaNetAttention": True, "Glm5NextLinearAttention": True,
+        "KimiGatedDeltaNetAttention": True, "KimiK3DeltaAttention": True, "Glm5NextLinearAttention": True,
         "BailingMoeV3KimiDeltaAttention": False,
     }  # fmt: skip
     build(package, "ling")
@@ -243,7 +304,7 @@ def test_what_decides_in_vllm(package):
     assert operators is None or "vllm::bailing_v3_kda_attention" in operators
 
 
-@pytest.mark.parametrize("model", ["kimi", "glm", "ling"])
+@pytest.mark.parametrize("model", ["kimi", "k3", "glm", "ling"])
 def test_a_layer_that_gdn_does_not_serve_is_vllms(package, model, monkeypatch):
     """The reason is counted, and the layer calls vLLM's own functions; a profile run calls none."""
     monkeypatch.setattr(vllm_layer, "reason_to_reject", lambda *args: "expected something else")

@@ -374,8 +374,8 @@ def vllm_layer_of():
 
 def vllm_meta(**fields):
     """Return the fields of vLLM's GDNAttentionMetadata that the layer reads."""
-    names = ("spec_sequence_masks", "checkpoint", "num_prefills", "num_decodes", "num_decode_tokens")
-    return SimpleNamespace(**dict.fromkeys(names[:2]) | dict.fromkeys(names[2:], 0) | fields)
+    counts = ("num_prefills", "num_decodes", "num_decode_tokens", "num_spec_decodes")
+    return SimpleNamespace(**{"checkpoint": None} | dict.fromkeys(counts, 0) | fields)
 
 
 def test_a_whole_layer_on_pools():
@@ -410,7 +410,7 @@ def test_a_whole_layer_on_pools():
     table = torch.tensor([[1, 2, 3], [4, 5, 6]]).int()
     for keep in ([2, 3], [1, 2]):
         step(
-            [slice(p, p + 3) for p in at], spec_sequence_masks=torch.ones(2).bool(), num_spec_decodes=2,
+            [slice(p, p + 3) for p in at], num_spec_decodes=2,
             spec_query_start_loc=torch.tensor([0, 3, 6]).int(), spec_state_indices_tensor=table,
             num_accepted_tokens=accepted,
         )  # fmt: skip

@@ -137,10 +137,10 @@ def test_steps_of_a_layer(bound):
     x = torch.randn(total, D), torch.randn(total, H), torch.randn(total, H, K)
     z, out = torch.randn(total, H, V), torch.zeros(total, H, V)
     norm = types.SimpleNamespace(weight=torch.randn(V), eps=1e-5, activation="sigmoid")
-    names = ("spec_sequence_masks", "checkpoint", "num_prefills", "num_decodes")
+    names = ("num_prefills", "num_decodes", "num_decode_tokens", "num_spec_decodes")
 
     def step(span, **fields):
-        meta = dict.fromkeys(names[:2]) | dict.fromkeys(names[2:], 0) | {"num_decode_tokens": 0}
+        meta = {"checkpoint": None} | dict.fromkeys(names, 0)
         meta = types.SimpleNamespace(**meta | {"num_actual_tokens": span.stop - span.start} | fields)
         tokens = tuple(t[span] for t in x)
         vllm_layer.run_with_norm(weights, norm, meta, pools, tokens, z[span], out[span], True)
@@ -154,7 +154,7 @@ def test_steps_of_a_layer(bound):
     for t in (7, 8):
         step(slice(t, t + 1), num_decodes=1, non_spec_state_indices_tensor=slot)
     step(
-        slice(9, 11), spec_sequence_masks=torch.ones(1).bool(), num_spec_decodes=1,
+        slice(9, 11), num_spec_decodes=1,
         spec_query_start_loc=torch.tensor([0, 2]).int(), num_accepted_tokens=torch.tensor([1]).int(),
         spec_state_indices_tensor=torch.tensor([[2, 3]]).int(),
     )  # fmt: skip

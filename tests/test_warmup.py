@@ -10,7 +10,7 @@ from kit import api
 from kit.serving import pool_of
 
 import gdn
-from gdn.integrations import lmdeploy, lmdeploy_layer, sglang, vllm, vllm_layer
+from gdn.integrations import lmdeploy, lmdeploy_layer, sglang, sglang_kda, vllm, vllm_layer
 from gdn.ops import fastpath
 from gdn.ops.warmup_calls import ENGINES
 
@@ -205,6 +205,17 @@ def sglang_channel_calls(pool, lower_bound):
     yield lambda: kernel.packed_decode(
         mixed, a, b, **heads, cache_indices=index, scale=K**-0.5, num_v_heads=HV, head_v_dim=V
     )
+    # the backend's decode, Kimi K3's norm with weights in fp32
+    windows, taps, ones = torch.zeros(9, W - 1, D, dtype=BF16), torch.zeros(D, W), torch.ones(V)
+    caches = SimpleNamespace(conv=[windows], temporal=pool, replayssm_d=None)
+    layer = SimpleNamespace(conv_weights=taps, bias=None, num_k_heads=H, **heads)
+    offered = {
+        "_k3_onorm_gate": torch.randn(2, HV * V).to(BF16),
+        "_k3_fused_decode_args": (*[None] * 5, ones, 1e-5),
+    }
+    for more in ({}, offered):
+        given = SimpleNamespace(**vars(layer) | more)
+        yield lambda given=given: sglang_kda._decode_layer(given, caches, index, mixed, a, b)
     for N in (1, 12, 32):
         z, _, beta = tokens(1, 70 * N)
         z |= {"g": torch.randn(1, 70 * N, HV, K).to(BF16), "beta": beta, "beta_is_raw": True, **heads}

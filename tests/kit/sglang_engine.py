@@ -23,6 +23,7 @@ def load() -> SimpleNamespace:
     from sglang.srt.layers.attention.linear.kernels import gdn_triton, kda_triton
     from sglang.srt.layers.attention.mamba.mamba2_metadata import ForwardMetadata
 
+    own_backend = kda_backend.KDAAttnBackend
     own, own_channels = gdn_backend.GDNKernelDispatcher, kda_backend.KDAKernelDispatcher
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(plugins, "entry_points", lambda group: engine_sources.entry_points(group))
@@ -38,12 +39,16 @@ def load() -> SimpleNamespace:
     for made, original in (
         (gdn_backend.GDNKernelDispatcher, own),
         (kda_backend.KDAKernelDispatcher, own_channels),
+        (kda_backend.KDAAttnBackend, own_backend),
     ):
         assert issubclass(made, original) and made is not original
+    # a model that is imported after the hooks were applied
+    from sglang.srt.models import kimi_k3
+
     return SimpleNamespace(
-        backend=gdn_backend, channels=kda_backend, utils=utils, triton=gdn_triton, channel_triton=kda_triton,
-        context=runtime_context, choices=choices, fields=exec_, own=own, own_channels=own_channels,
-        Metadata=ForwardMetadata,
+        k3=kimi_k3, backend=gdn_backend, channels=kda_backend, utils=utils, triton=gdn_triton,
+        channel_triton=kda_triton, context=runtime_context, choices=choices, fields=exec_, own=own,
+        own_channels=own_channels, Metadata=ForwardMetadata,
     )  # fmt: skip
 
 

@@ -15,7 +15,7 @@ from gdn.integrations.engines import ENGINES, is_enabled
 
 TESTED = {"vllm": "0.33.0", "sglang": "0.5.23", "lmdeploy": "0.18.0"}
 RULE, CHANNEL = "one decay per head", "a decay per key channel"
-KIMI_K3 = "a decay per key channel, Kimi K3"
+KIMI_K3 = "a decay per key channel, Kimi K3"  # its calls are counted with those of CHANNEL
 Gpu = tuple[tuple[int, int], int]  # compute capability, and the major version of CUDA
 
 
@@ -104,9 +104,19 @@ def _choose_vllm_channels(phase: str, gpu: Gpu | None) -> tuple[str, str]:
 
 
 def _choose_kimi_k3(phase: str, gpu: Gpu | None) -> tuple[str, str]:
+    """Choose for vLLM's own layer of Kimi K3, which has fused kernels for one token and for drafts."""
+    if is_enabled("vllm") or vllm_layer.is_registered():
+        others = {"decode": "decode_backend=latency_specialized", "verify": "--use-replayssm"}
+        unless = f"; unless {others[phase]} is given" if phase in others else ""
+        return "gdn", f"GDN_ENGINES names vllm; without it vLLM's own kernels run{unless}"
     if vllm.PACKAGE.is_patched:
-        return "gdn, where vLLM calls Triton", "patch_vllm() is active"
-    return "vllm", "patch_vllm(), after vllm.models.kimi_k3 is imported"
+        return "gdn, where vLLM calls Triton", "patch_vllm() is active; GDN_ENGINES=vllm for all calls"
+    major = (gpu or ((9, 0), 13))[0][0]
+    own = {"prefill": "FlashKDA", "decode": "fused kernel"}.get(phase, "Triton")
+    has_own = major in (9, 10, 12)
+    if phase == "verify" and major == 10:
+        own = "FlashInfer"
+    return f"vllm: {own if has_own else 'Triton'}", "GDN_ENGINES=vllm"
 
 
 def _choose_sglang(phase: str, gpu: Gpu | None) -> tuple[str, str]:
@@ -134,6 +144,12 @@ def _choose_sglang_channels(phase: str, gpu: Gpu | None) -> tuple[str, str]:
     return "sglang: Triton", setting
 
 
+def _choose_sglang_kimi_k3(phase: str, gpu: Gpu | None) -> tuple[str, str]:
+    """Choose for Kimi K3: SGLang's fused decode comes before its dispatcher, past a patch."""
+    server, setting = _choose_sglang_channels(phase, gpu)
+    return ("sglang: fused kernel" if phase == "decode" else server), setting
+
+
 def _choose_lmdeploy(phase: str, gpu: Gpu | None) -> tuple[str, str]:
     if lmdeploy.PACKAGE.is_patched:
         return "gdn", "patch_lmdeploy() is active"
@@ -145,6 +161,6 @@ def _choose_lmdeploy(phase: str, gpu: Gpu | None) -> tuple[str, str]:
 
 _CHANNEL_CHOICES = {
     "vllm": {CHANNEL: _choose_vllm_channels, KIMI_K3: _choose_kimi_k3},
-    "sglang": {CHANNEL: _choose_sglang_channels},
+    "sglang": {CHANNEL: _choose_sglang_channels, KIMI_K3: _choose_sglang_kimi_k3},
 }
 _CHOICES = {"vllm": _choose_vllm, "sglang": _choose_sglang, "lmdeploy": _choose_lmdeploy}

@@ -53,20 +53,40 @@ def ordering_of_qwen3_next(original: Forward) -> Forward:
         keys, values = mixed.split([2 * H * K, H * ratio * V], -1)
         keys.unflatten(-1, (2, H, K)).copy_(qk.unflatten(-1, (2, K)).transpose(-3, -2))
         values.unflatten(-1, (H, ratio * V)).copy_(v)
-        gates = mixed_ba.unflatten(-1, (-1, 2, ratio)).transpose(-3, -2).contiguous()
-        b, a = gates.unbind(-3)
-        return mixed, z.reshape(*lead, H * ratio, V), b, a
+        return mixed, z.reshape(*lead, H * ratio, V), *_split_gates(mixed_ba, ratio)
 
     return reorder
+
+
+def _split_gates(mixed_ba: Tensor, ratio: int) -> tuple[Tensor, ...]:
+    """Return b and a [..., H, HV / H] of logits that lie by key head, as views of one copy."""
+    return mixed_ba.unflatten(-1, (-1, 2, ratio)).transpose(-3, -2).contiguous().unbind(-3)
+
+
+def _order_rows(layer: Any, mixed_qkvz: Tensor, mixed_ba: Tensor) -> tuple[Tensor, ...]:
+    """Return q | k | v, z, b and a as `reorder` does, for `decode_step`, which reads rows of any stride.
+
+    z lies behind v in one tensor, so one copy moves both: three launches, and a step of few rows waits for
+    launches, not for HBM. Behind prompts z would be copied once more, by the norm.
+    """
+    K, V, ratio = layer.head_k_dim, layer.head_v_dim, layer.kv_ratio
+    groups = mixed_qkvz.unflatten(-1, (-1, 2 * K + 2 * ratio * V))
+    H = groups.shape[-2]
+    rows = mixed_qkvz.new_empty(mixed_qkvz.shape)
+    parts = rows.split([2 * H * K, 2 * H * ratio * V], -1)
+    for part, group, width in zip(
+        parts, groups.split([2 * K, 2 * ratio * V], -1), (K, ratio * V), strict=True
+    ):
+        part.unflatten(-1, (2, H, width)).copy_(group.unflatten(-1, (2, width)).transpose(-3, -2))
+    mixed, z = rows.split([H * (2 * K + ratio * V), H * ratio * V], -1)
+    return mixed, z.unflatten(-1, (H * ratio, V)), *_split_gates(mixed_ba, ratio)
 
 
 def decode_of_qwen3_next(original: Forward) -> Forward:
     """Return a replacement of Qwen3NextGatedDeltaNet.forward."""
 
     def project(layer: Any, hidden_states: Tensor) -> tuple[Tensor, ...]:
-        return layer.fix_query_key_value_ordering(
-            layer.in_proj_qkvz(hidden_states), layer.in_proj_ba(hidden_states)
-        )
+        return _order_rows(layer, layer.in_proj_qkvz(hidden_states), layer.in_proj_ba(hidden_states))
 
     return _decode_by(project, original)
 

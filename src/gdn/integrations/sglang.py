@@ -20,7 +20,7 @@ from gdn.integrations.sglang_commit import (
     scatter_mamba_states_after_mtp_verify,
 )
 from gdn.integrations.sglang_decode import decode_rows
-from gdn.integrations.sglang_kda import KDAKernel, fused_recurrent_kda_packed_decode
+from gdn.integrations.sglang_kda import KDAKernel, fused_recurrent_kda_packed_decode, make_backend
 from gdn.integrations.sglang_prefill import chunk_gated_delta_rule, chunk_gated_delta_rule_npu, tracked
 from gdn.integrations.vllm import fused_gdn_gating
 from gdn.ops.prefill import prefill
@@ -295,8 +295,9 @@ def register_backend() -> None:
     """Add "gdn" to SGLang's kernel backends of linear attention; a second call does nothing.
 
     --linear-attn-decode-backend gdn, --linear-attn-prefill-backend gdn and --linear-attn-verify-backend gdn
-    then select gdn's kernel, whatever SGLang's defaults are; without them nothing changes. Call it before
-    SGLang's arguments are parsed. Raises ImportError without SGLang.
+    then select gdn's kernel, whatever SGLang's defaults are; without them nothing changes. With a decay per
+    key channel the first one brings the convolution to gdn as well. Call it before SGLang's arguments are
+    parsed. Raises ImportError without SGLang.
     """
     choices = import_module("sglang.srt.arg_groups.choices")
     if sglang_dispatch.NAME in choices.LINEAR_ATTN_KERNEL_BACKEND_CHOICES:
@@ -312,3 +313,6 @@ def register_backend() -> None:
         kernel = class_with_fallback(ours, getattr(backend, own))
         dispatcher = sglang_dispatch.make_dispatcher(getattr(backend, name), kernel)
         HookRegistry.register(f"{path}.{name}", dispatcher, HookType.REPLACE)
+    path, name = sglang_dispatch.CHANNEL_BACKEND, "KDAAttnBackend"
+    made = make_backend(getattr(import_module(path), name))
+    HookRegistry.register(f"{path}.{name}", made, HookType.REPLACE)

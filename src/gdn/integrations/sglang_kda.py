@@ -7,9 +7,11 @@ from torch import Tensor
 
 from gdn.integrations import usage
 from gdn.integrations.engines import gate_of_channels, packed, per_token
+from gdn.integrations.fallback import call_with_fallback
 from gdn.integrations.sglang_decode import decode_rows
 from gdn.integrations.sglang_prefill import tracked, with_chunk_states
 from gdn.ops.prefill import prefill
+from gdn.ops.step import decode_step
 
 
 def fused_recurrent_kda_packed_decode(
@@ -140,3 +142,70 @@ class KDAKernel:
             )  # fmt: skip
         usage.count_served("sglang", usage.CHANNEL_ROLES["prefill"])
         return (o, h) if return_intermediate_states else o
+
+
+def make_backend(original: type) -> type:
+    """Return a subclass of SGLang's KDAAttnBackend that decodes with the convolution inside.
+
+    SGLang calls its fused kernel of Kimi K3's decode, and the convolution of every model, before the
+    dispatcher that its flags select. Where that dispatcher decodes on gdn, ours runs the convolution, the
+    rule and K3's norm as one `gdn.decode_step`. A step that gdn rejects is the method of SGLang's class.
+    """
+
+    class Backend(original):  # type: ignore[misc, valid-type]
+        def forward_decode(
+            self, layer: Any, forward_batch: Any, mixed_qkv: Any, a: Tensor, b: Tensor, **kwargs: Any
+        ) -> Tensor:
+            decode = super().forward_decode
+
+            def run_original() -> tuple[Tensor, bool]:
+                return decode(layer, forward_batch, mixed_qkv, a, b, **kwargs), False
+
+            if not isinstance(self.kernel_dispatcher.decode_kernel, KDAKernel):
+                return run_original()[0]
+            pool = self.req_to_token_pool.mamba2_layer_cache(layer.layer_id)
+            slots = self.forward_metadata.mamba_cache_indices
+
+            def serve() -> tuple[Tensor, bool]:
+                return _decode_layer(layer, pool, slots, mixed_qkv, a, b), True
+
+            o, is_served = call_with_fallback("KDAAttnBackend.forward_decode", serve, run_original)
+            if is_served:
+                states = pool.conv[0], pool.temporal
+                self._track_mamba_state_decode(forward_batch, *states, slots, layer.layer_id)
+            return o
+
+    Backend.__name__ = Backend.__qualname__ = original.__name__
+    return Backend
+
+
+def _decode_layer(layer: Any, pool: Any, slots: Tensor, mixed: Any, a: Tensor, b: Tensor) -> Tensor:
+    """Run one token per request on SGLang's pools; return o [1, B, HV, V].
+
+    The model of Kimi K3 offers the gate of its norm on the layer, where the layer has the sizes of SGLang's
+    fused kernel, and applies the norm itself unless it is told that the step did.
+    """
+    if pool.replayssm_d is not None or getattr(layer, "_k3_deferred_f_b", False):
+        raise NotImplementedError("layer: expected no ReplaySSM rings and a projected gate")
+    if not isinstance(mixed, Tensor) or not isinstance(layer.conv_weights, Tensor):
+        raise NotImplementedError("mixed_qkv, conv_weights: expected one tensor of q, k and v each")
+    B, states = mixed.shape[0], pool.temporal
+    if slots.shape[0] != B:
+        raise NotImplementedError(f"mixed_qkv: expected {slots.shape[0]} rows, one per request, got {B}")
+    HV, V, K = states.shape[-3:]
+    gates = gate_of_channels(a.reshape(-1, HV, K), layer.A_log, layer.dt_bias, torch.Size((HV, K)))
+    gate, static = getattr(layer, "_k3_onorm_gate", None), getattr(layer, "_k3_fused_decode_args", None)
+    norm: dict[str, Any] = {}
+    if gate is not None and static is not None:
+        norm = {"z": gate.unflatten(-1, (HV, V)), "norm_weight": static[5], "norm_eps": static[6]}
+        norm["norm_activation"] = "sigmoid"
+    o = decode_step(
+        mixed, pool.conv[0].transpose(-1, -2), layer.conv_weights, layer.bias, b=b.reshape(-1, HV), **gates,
+        state=states, num_k_heads=layer.num_k_heads, head_k_dim=K, head_v_dim=V,
+        lower_bound=layer.lower_bound, use_qk_l2norm_in_kernel=True, state_v_first=True, read_index=slots,
+        **norm,
+    )  # fmt: skip
+    if norm:
+        layer._k3_onorm_consumed = True
+    usage.count_served("sglang", usage.CHANNEL_ROLES["decode"])
+    return o.unsqueeze(0)

@@ -18,8 +18,7 @@ def _make_backend() -> type:
             """Return True if every layer of this process that uses the backend is on gdn.
 
             A decoded row and a draft have the same bits in any batch, and `prefill` gets batch_invariant=True
-            with VLLM_BATCH_INVARIANT=1. vLLM's own layers with a decay per key channel (Kimi K3's) use this
-            backend, too: no layer of ours is built beside them.
+            with VLLM_BATCH_INVARIANT=1. Kimi K3's layer has a backend of its own, which vLLM answers for.
             """
             return bool(built) and all(built)
 

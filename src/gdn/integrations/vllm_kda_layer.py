@@ -1,11 +1,12 @@
 """Build layer classes for vLLM's own registry from its layers with a decay per key channel (KDA).
 
-vLLM 0.33.0 has a class for Kimi-Linear, one for GLM-5.3-Flash and one for Ling-3.0, and each calls its own
-copy of the rule's functions. Ours are subclasses that run a step by the functions of `vllm_layer`, so no copy
+vLLM 0.33.0 has a class for Kimi-Linear, one for Kimi K3, one for GLM-5.3-Flash and one for Ling-3.0, and each
+calls kernels of its own. Ours are subclasses that run a step by the functions of `vllm_layer`, so no copy
 is called: one convolution for q, k and v, both gates inside the kernel, and prompts in place on the pool.
 """
 
 import dataclasses
+import logging
 from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
@@ -23,10 +24,11 @@ from gdn.integrations.vllm_layer import (
 )
 
 Step = tuple[ChannelWeights, Any, tuple[Tensor, Tensor], bool]
+logger = logging.getLogger("gdn")
 
 
 class ChannelLayer:
-    """Hold what the three layers have in common; a class of vLLM is the second base of a subclass."""
+    """Hold what the layers have in common; a class of vLLM is the second base of a subclass."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         from vllm.platforms import current_platform
@@ -35,7 +37,9 @@ class ChannelLayer:
         layer: Any = self
         sizes = SimpleNamespace(head_k_dim=layer.head_dim, head_v_dim=layer.head_dim, activation="silu")
         name = type(self).__name__.removeprefix("Gdn")
-        self.is_served = admit(name, sizes, layer.get_state_dtype(), current_platform.is_cuda())
+        self.is_served = admit(
+            name, sizes, layer.get_state_dtype(), current_platform.is_cuda(), self.reason_to_reject
+        )
         self.is_aligned = self.is_served and layer.cache_config.mamba_cache_mode == "align"
         if self.is_served:
             # vLLM's warm-up then compiles no kernel of FlashKDA, and reserves no workspace
@@ -45,6 +49,11 @@ class ChannelLayer:
     def bound(self) -> float | None:
         """Return the lower bound of the decay's gate."""
         raise NotImplementedError
+
+    @property
+    def reason_to_reject(self) -> str | None:
+        """Return the reason of this class why gdn does not serve the layer, None without one."""
+        return None
 
     def get_prefill_checkpoint_alignment(self) -> int | None:
         """Return the grid of positions, in tokens, at which a prompt's state can be stored."""
@@ -111,6 +120,40 @@ class KimiLayer(ChannelLayer):
         run_with_norm(weights, norm, meta, pools, tokens, g2, core_attn_out[0], is_invariant)
 
 
+class KimiK3Layer(KimiLayer):
+    """Run the layer of Kimi K3, whose metadata has a builder of its own: convolution, rule and norm.
+
+    vLLM's own layer runs one fused kernel for a step of single tokens, by --kda-decode-backend, and another
+    one for drafts, by kda_spec_decode_backend; neither decides here.
+    """
+
+    @property
+    def reason_to_reject(self) -> str | None:
+        """Return a reason for a layer of RecoverSSM, which commits drafts from records of vLLM's kernels."""
+        is_recovered = self.use_recoverssm  # type: ignore[attr-defined]
+        return "expected no --use-replayssm with drafts (RecoverSSM), got it" if is_recovered else None
+
+    def step(self) -> Step | None:
+        """Return what `ChannelLayer.step` does, with the fields of a step's prompts in the metadata."""
+        step = super().step()
+        if step is not None:
+            _describe_prompts(step[1])
+        return step
+
+
+def _describe_prompts(meta: Any) -> None:
+    """Fill the fields of vLLM's metadata that describe prompts, which Kimi K3's builder leaves out.
+
+    The first layer of a step does it for all that share the metadata. Rows of one token come before prompts.
+    """
+    if meta.num_prefills == 0 or meta.prefill_query_start_loc is not None:
+        return
+    offsets, decodes = meta.non_spec_query_start_loc, meta.num_decodes
+    meta.prefill_query_start_loc = offsets[decodes:] - meta.num_decode_tokens if decodes else offsets
+    meta.prefill_state_indices = meta.non_spec_state_indices_tensor[decodes:]
+    meta.prefill_has_initial_state = meta.has_initial_state[decodes:]
+
+
 class GlmLayer(ChannelLayer):
     """Run the layer of GLM-5.3-Flash: convolution and rule."""
 
@@ -173,6 +216,7 @@ LAYERS = (
         "KimiGatedDeltaNetAttention",
         KimiLayer,
     ),
+    ("vllm.models.kimi_k3.nvidia.kda", "KimiK3DeltaAttention", KimiK3Layer),
     ("vllm.models.glm5next.common.kda", "Glm5NextLinearAttention", GlmLayer),
     ("vllm.model_executor.models.bailing_moe_v3", "BailingMoeV3KimiDeltaAttention", LingLayer),
 )
@@ -186,11 +230,12 @@ def make_channel_layers() -> dict[str, type]:
     for module, name, layer in LAYERS:
         try:
             original = getattr(import_module(module), name)
-        except (ImportError, NotImplementedError):
+        except Exception as error:
             # a model's file may need packages, or a device, that its users alone have
+            logger.info("%s is left to vLLM, its file cannot be imported: %s", name, error)
             continue
         methods: dict[str, Any] = {"__module__": __name__}
         if hasattr(original._forward, "__wrapped__"):
-            methods["_forward"] = eager_break_during_capture(vars(layer)["_forward"])
+            methods["_forward"] = eager_break_during_capture(layer._forward)  # type: ignore[attr-defined]
         made[name] = type("Gdn" + name, (layer, original), methods)
     return made

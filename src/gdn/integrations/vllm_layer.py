@@ -61,9 +61,14 @@ def reason_to_reject(layer: Any, states: tuple[torch.dtype, ...], is_cuda: bool)
     return None
 
 
-def admit(name: str, layer: Any, states: tuple[torch.dtype, ...], is_cuda: bool) -> bool:
-    """Return True if gdn serves a layer that vLLM has just built; count it, and a reason if there is one."""
-    reason = reason_to_reject(layer, states, is_cuda)
+def admit(
+    name: str, layer: Any, states: tuple[torch.dtype, ...], is_cuda: bool, own_reason: str | None = None
+) -> bool:
+    """Return True if gdn serves a layer that vLLM has just built; count it, and a reason if there is one.
+
+    own_reason: why gdn does not serve the layer, whatever its sizes.
+    """
+    reason = own_reason or reason_to_reject(layer, states, is_cuda)
     built.append(reason is None)
     if reason is not None:
         usage.count_rejected(name, reason)
@@ -162,7 +167,7 @@ def run_with_norm(
 ) -> None:  # fmt: skip
     """Run the tokens of one step and the gated norm: a step of single tokens as one `gdn.decode_step`."""
     n, activation = meta.num_actual_tokens, activation_name_of_gate(norm.activation)
-    if meta.spec_sequence_masks is None and meta.num_prefills == 0:
+    if meta.num_spec_decodes == 0 and meta.num_prefills == 0:
         options = {"norm_weight": norm.weight, "norm_eps": norm.eps, "norm_activation": activation}
         decode_tokens(layer, meta, pools, tokens, out, n, z=gate[:n], **options)
         return
@@ -174,8 +179,8 @@ def run_step(
     layer: Any, meta: Any, pools: tuple[Tensor, Tensor], tokens: tuple[Tensor, ...], out: Tensor,
     is_invariant: bool,
 ) -> None:  # fmt: skip
-    """Run the tokens of one step: drafts, or single tokens, and prompts; write to out [tokens, HV, V]."""
-    if meta.spec_sequence_masks is None:
+    """Run the tokens of one step: drafts, single tokens and prompts; write to out [tokens, HV, V]."""
+    if meta.num_spec_decodes == 0:
         if meta.num_decodes > 0:
             count = meta.num_decode_tokens if meta.num_prefills else meta.num_actual_tokens
             decode_tokens(layer, meta, pools, tokens, out, count)
@@ -185,14 +190,19 @@ def run_step(
             run_prompts(layer, meta, pools, prompts, out[span].unsqueeze(0), is_invariant)
         return
     tokens = tuple(x[: meta.num_actual_tokens] for x in tokens)
-    if meta.num_prefills == 0:
+    if meta.num_prefills + meta.num_decodes == 0:
         out[: meta.num_actual_tokens] = verify(layer, meta, pools, tokens)
         return
-    # drafts and prompts lie between one another
-    for run, places in ((verify, meta.spec_token_indx), (run_prompts, meta.non_spec_token_indx)):
-        some = tuple(x.index_select(0, places) for x in tokens)
-        options = () if run is verify else (None, is_invariant)
-        out.index_copy_(0, places, run(layer, meta, pools, some, *options))  # type: ignore[operator]
+    # drafts and other tokens lie between one another
+    drafts, others = meta.spec_token_indx, meta.non_spec_token_indx
+    out.index_copy_(0, drafts, verify(layer, meta, pools, tuple(x.index_select(0, drafts) for x in tokens)))
+    some = tuple(x.index_select(0, others) for x in tokens)
+    if meta.num_prefills > 0:
+        o = run_prompts(layer, meta, pools, some, None, is_invariant)
+    else:
+        o = out.new_empty(others.shape[0], *out.shape[1:])
+        decode_tokens(layer, meta, pools, some, o, others.shape[0])
+    out.index_copy_(0, others, o)
 
 
 def decode_tokens(

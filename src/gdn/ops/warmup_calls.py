@@ -188,8 +188,9 @@ def _prefills(s: Sizes, gates: str, pool: Tensor) -> Iterator[Call]:
 
 
 def _steps(
-    s: Sizes, pool: Tensor, row: Tensor, taps: torch.dtype | None = None, **options: Any
-) -> Iterator[Call]:
+    s: Sizes, pool: Tensor, row: Tensor, taps: torch.dtype | None = None,
+    norm_dtype: torch.dtype | None = None, **options: Any,
+) -> Iterator[Call]:  # fmt: skip
     """Yield calls of decode_step, with a norm and without; tile sizes depend on the number of rows."""
     for N in s.batches():
         weight = torch.zeros(s.channels, s.W, dtype=taps or s.dtype, device=s.device)
@@ -200,7 +201,8 @@ def _steps(
         # slot -1 makes every row padding
         given |= {"mixed_qkv": s.mixed(N), "read_index": row.repeat(N) - 1, **s.raw(N)}
         gate = torch.zeros(N, s.HV, s.V, dtype=s.dtype, device=s.device)
-        norm: dict[str, Any] = {"z": gate, "norm_weight": torch.ones(s.V, dtype=s.dtype, device=s.device)}
+        ones = torch.ones(s.V, dtype=norm_dtype or s.dtype, device=s.device)
+        norm: dict[str, Any] = {"z": gate, "norm_weight": ones}
         for form, more in (("normed", norm), ("bare", {})):
             yield "decode_step", f"{form} N={N}", partial(decode_step, **given, **more)
 
@@ -272,6 +274,9 @@ def _from_states(s: Sizes, dtype: torch.dtype, N: int) -> None:
 def sglang(s: Sizes, dtype: torch.dtype) -> Iterator[Call]:
     """Yield the calls of SGLang: decode, drafts in chains and trees, prompts tracked in fp32 or not."""
     pool, row, kept = s.pool(dtype, 2), s.index(1), s.pool(dtype, 1, s.T)
+    if s.is_per_channel:
+        # filters in fp32, and Kimi K3's norm with weights in fp32
+        yield from _steps(s, pool, row, torch.float32, norm_activation="sigmoid", norm_dtype=torch.float32)
     wide = s.index(1, dtype=torch.int64)
     # windows of the drafts: each in its own memory, or views of one shared tensor (chains)
     window = torch.zeros(1, 2, s.channels, s.W - 1, dtype=s.dtype, device=s.device)
