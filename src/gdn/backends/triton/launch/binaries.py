@@ -17,7 +17,7 @@ import triton
 from triton.runtime.cache import FileCacheManager
 
 from gdn.backends.triton.launch.identity import identity
-from gdn.backends.triton.launch.saved import INDEX, add_to_cache, record_binaries
+from gdn.backends.triton.launch.saved import ENTRY, INDEX, add_to_cache, record_binaries
 
 MANIFEST = "manifest.json"
 GROUP = "__grp__"  # Triton's prefix of a file that lists the files of one binary by their absolute paths
@@ -46,7 +46,7 @@ def pack(cache: Path, folder: Path) -> int:
     if folder.exists() and any(folder.iterdir()):
         raise ValueError(f"folder: expected an empty or new one, got files in {folder}")
     entries, count = {}, 0
-    for source in sorted(path for path in cache.iterdir() if path.is_dir()):
+    for source in sorted(path for path in cache.iterdir() if path.is_dir() and path.name != ENTRY):
         groups = {}
         for file in sorted(path for path in source.iterdir() if path.is_file() and path.name != "lock"):
             if file.name.startswith(GROUP):

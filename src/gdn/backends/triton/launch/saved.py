@@ -24,7 +24,7 @@ from triton.runtime.cache import FileCacheManager
 
 from gdn.backends.triton.launch.identity import identity
 
-INDEX = "launches.json"
+ENTRY, INDEX = "gdn", "launches.json"  # folder in the cache, and its file
 PACKAGE = "gdn.backends."  # the kernels whose source `identity` hashes
 CONSTANTS = (bool, int, float, str, type(None))
 
@@ -111,7 +111,7 @@ def add_to_cache(launches: Index, identity: dict[str, Any]) -> None:
     """Add binaries that the cache holds to its index, for processes with this identity."""
     indices = _read_file()
     indices.setdefault(name_of(identity), {}).update(launches)
-    _manager("gdn").put(json.dumps(indices), INDEX, binary=False)
+    _manager(ENTRY).put(json.dumps(indices), INDEX, binary=False)
     _indices.clear()
 
 
@@ -138,7 +138,7 @@ def _read_index() -> Index:
 
 
 def _read_file() -> dict[str, Index]:
-    path = _manager("gdn").get_file(INDEX)
+    path = _manager(ENTRY).get_file(INDEX)
     indices: dict[str, Index] = {} if path is None else json.loads(Path(path).read_text())
     return indices
 
