@@ -94,7 +94,7 @@ def launch_key(launch: Any, tensors: tuple[Any, ...]) -> str | None:
     is_large = any(isinstance(x, int) and not -(2**31) <= x < 2**31 for x in launch.scalars)
     if is_large or not function.__module__.startswith(PACKAGE):
         return None
-    if not all(isinstance(x, (*CONSTANTS, triton.language.dtype)) for x in constants.values()):
+    if not all(_is_constant(x) for x in constants.values()):
         return None
     return repr(
         (
@@ -153,6 +153,12 @@ def _is_usual() -> bool:
     options = (compilation.always_compile, compilation.override, compilation.dump_ir, runtime.debug)
     hooks = (runtime.jit_cache_hook, getattr(runtime, "add_stages_inspection_hook", None))
     return not any(options) and not compilation.instrumentation_mode and hooks == (None, None)
+
+
+def _is_constant(x: Any) -> bool:
+    """Return True if the text of x says all that a binary depends on."""
+    value = x.value if isinstance(x, triton.language.constexpr) else x
+    return isinstance(value, (*CONSTANTS, triton.language.dtype))
 
 
 def _type_of(x: Any) -> str | None:
