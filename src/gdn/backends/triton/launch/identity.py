@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import os
 import platform
 import sysconfig
 from functools import cache
@@ -14,6 +13,9 @@ import triton
 from triton._C.libtriton import get_cache_invalidating_env_vars
 from triton.runtime.cache import triton_key
 
+from gdn import settings
+
+LIBRARIES = ("_C/libtriton.so", "backends/nvidia/bin/ptxas", "backends/nvidia/bin/ptxas-blackwell")
 COMPILER = ("compiler", "language", "runtime", "backends", "experimental")  # folders of Triton
 
 
@@ -54,18 +56,20 @@ def _compiler_hash() -> str:
         digest.update(str(path.relative_to(root)).encode())
         digest.update(path.read_bytes())
     try:
-        record = distribution("triton").read_text("RECORD")
+        lines = (distribution("triton").read_text("RECORD") or "").splitlines()
     except PackageNotFoundError:
-        record = None
-    binaries = [root / "_C/libtriton.so", root / "backends/nvidia/bin/ptxas"]
-    sizes = [path.stat().st_size if path.exists() else 0 for path in binaries]
-    lines = [f"{path.relative_to(root.parent)},sha256=" for path in binaries]
-    listed = [line for line in (record or "").splitlines() if line.startswith(tuple(lines))]
+        lines = []
+    libraries = [path for path in (root / name for name in LIBRARIES) if path.exists()]
+    names = tuple(f"{path.relative_to(root.parent)},sha256=" for path in libraries)
+    listed = sorted(line for line in lines if line.startswith(names))
     # a library of another size was replaced after it was installed
-    is_listed = [line.rpartition(",")[2] for line in listed] == [str(size) for size in sizes]
+    sizes = sorted(path.stat().st_size for path in libraries)
+    is_listed = sorted(int(line.rpartition(",")[2]) for line in listed) == sizes
     digest.update("\n".join(listed if is_listed else [triton_key()]).encode())
+    digest.update(json.dumps(sizes).encode())
     digest.update(json.dumps(sorted(get_cache_invalidating_env_vars().items())).encode())
-    if ptxas := os.environ.get("TRITON_PTXAS_PATH"):
+    ptxas = settings.ptxas()
+    if ptxas is not None and Path(ptxas).is_file():
         digest.update(Path(ptxas).read_bytes())
     return digest.hexdigest()[:16]
 

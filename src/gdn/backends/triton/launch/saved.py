@@ -37,13 +37,16 @@ _binaries: dict[tuple[int, str], Any] = {}  # by device and key
 
 @contextmanager
 def record_binaries() -> Iterator[Index]:
-    """Collect the binaries that launches compile or load while the context is open."""
+    """Collect the binaries that launches compile while the context, which has a cache of its own, is open."""
     global _recorded
     before, _recorded = _recorded, {}
+    # the context has another cache, whose index counts
+    _indices.clear()
     try:
         yield _recorded
     finally:
         _recorded = before
+        _indices.clear()
 
 
 def record_binary(launch: Any, tensors: tuple[Any, ...], compiled: Any) -> None:

@@ -1,4 +1,4 @@
-"""Build the launches of a forward from a description and its tiles; those of a backward are in `build_bwd`."""
+"""Build the launches of a forward from its description and tiles; those of a backward are in `build_bwd`."""
 
 from importlib import import_module
 from typing import Any
