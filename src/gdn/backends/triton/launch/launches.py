@@ -92,7 +92,8 @@ class Launch:
     def binary_key(self, tensors: tuple[Tensor | None, ...]) -> Hashable:
         """Return what identifies the binary that tensors of these dtypes need."""
         dtypes = tuple([None if x is None else x.dtype for x in tensors])
-        return (self.kernel, *self.constants.items(), self.num_warps, *self.options.items(), dtypes)
+        # the function: Triton would hash the kernel's source, which takes 10 to 40 ms
+        return (self.kernel.fn, *self.constants.items(), self.num_warps, *self.options.items(), dtypes)
 
     def compile(self, tensors: tuple[Tensor | None, ...]) -> Any:
         """Compile the binary for tensors of these dtypes, all aligned, without running it."""
