@@ -94,7 +94,8 @@ def unpack(folder: Path) -> int:
             there = manager.get_file(file.name)
             paths[file.name] = manager.put(file.read_bytes(), file.name) if there is None else there
         for group, children in groups.items():
-            manager.put_group(group, {child: paths[child] for child in children})
+            if manager.get_group(group) is None:
+                manager.put_group(group, {child: paths[child] for child in children})
     add_to_cache(manifest["launches"], {name: manifest[name] for name in identity()})
     return sum(map(len, entries.values()))
 

@@ -112,9 +112,11 @@ def launch_key(launch: Any, tensors: tuple[Any, ...]) -> str | None:
 
 def add_to_cache(launches: Index, identity: dict[str, Any]) -> None:
     """Add binaries that the cache holds to its index, for processes with this identity."""
-    indices = _read_file()
-    indices.setdefault(name_of(identity), {}).update(launches)
-    _manager(ENTRY).put(json.dumps(indices), INDEX, binary=False)
+    indices, name = _read_file(), name_of(identity)
+    before = indices.get(name, {})
+    indices[name] = before | launches
+    if indices[name] != before:
+        _manager(ENTRY).put(json.dumps(indices), INDEX, binary=False)
     _indices.clear()
 
 
