@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -16,7 +17,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 import gdn
-from gdn.backends.triton.launch import binaries, kernel
+from gdn.backends.triton.launch import Launch, binaries, identity, kernel, precompile, saved
 
 pytestmark = pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") == "1", reason="nothing is compiled for the interpreter"
@@ -104,6 +105,164 @@ def test_the_source_of_the_kernels_is_in_the_manifest(monkeypatch):
     assert {name for name in before if before[name] != after[name]} == {"kernels"}
 
 
+class Gpu:
+    """Stand for an H100: it compiles kernels and loads their binaries, and its launches are recorded."""
+
+    def __init__(self, monkeypatch):
+        self.compiled, self.loaded, self.launched = 0, [], []
+        monkeypatch.setattr("triton.runtime.cache.triton_key", lambda: "a Triton")
+        monkeypatch.setattr(saved, "PACKAGE", __name__)
+        for name, value in {
+            "is_available": True,
+            "current_device": 0,
+            "get_device_capability": (9, 0),
+        }.items():
+            monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
+        monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 7, raising=False)
+        target = GPUTarget("cuda", 90, 32)
+        utils = SimpleNamespace(
+            load_binary=lambda name, binary, shared, device: (1, (name, binary), 0, 0, 1024),
+            get_device_properties=lambda device: {"max_shared_mem": 232448},
+        )
+        active = SimpleNamespace(
+            get_current_device=lambda: 0,
+            get_current_target=lambda: target,
+            launcher_cls=self.load,
+            utils=utils,
+        )
+        monkeypatch.setattr(type(triton.runtime.driver), "active", active)
+        monkeypatch.setattr(Launch, "_dispatch", lambda one, tensors: self.compile(one))
+        self.start_process(monkeypatch)
+
+    def start_process(self, monkeypatch):
+        """Forget what a process knows of saved kernels."""
+        monkeypatch.setattr(saved, "_indices", {})
+        monkeypatch.setattr(saved, "_binaries", {})
+
+    def compile(self, launch):
+        self.compiled += 1
+        source = ASTSource(launch.kernel, {"x_ptr": "*fp32", "N": "constexpr"}, {"N": launch.constants["N"]})
+        return triton.compile(source, target=GPUTarget("cuda", 90, 32))
+
+    def load(self, source, metadata):
+        self.loaded.append((dict(source.signature), source.constants, metadata.name))
+        return lambda *given: self.launched.append(given)
+
+
+def add_one(n=64):
+    return Launch(_add_one_kernel, 3, (), {"N": n}, 4)
+
+
+@pytest.fixture
+def gpu(tmp_path, monkeypatch):
+    """Return a GPU for whose kernels a folder was saved and installed."""
+    gpu = Gpu(monkeypatch)
+    with binaries.separate_cache(tmp_path / "first"):
+        add_one()(torch.zeros(64))
+    assert binaries.pack(tmp_path / "first", tmp_path / "saved") == gpu.compiled == 1
+    gpu.start_process(monkeypatch)
+    with binaries.separate_cache(tmp_path / "second"):
+        gdn.load_kernels(tmp_path / "saved")
+        gpu.compiled, gpu.loaded = 0, []
+        yield gpu
+
+
+def test_a_saved_kernel_is_launched_without_triton(gpu, monkeypatch):
+    """Its launcher has the arguments that Triton's would have, and each later launch is the same."""
+    launch, x = add_one(), torch.zeros(64)
+    assert saved.is_saved(launch, (x,)) and not gpu.loaded
+    for _ in range(2):
+        launch(x)
+    assert gpu.compiled == 0 and gpu.loaded == [
+        ({"x_ptr": "*fp32", "N": "constexpr"}, {(1,): 64}, "_add_one_kernel")
+    ]
+    assert gpu.launched[-1] == gpu.launched[-2] and gpu.launched[-1][:4] == (3, 1, 1, 7)
+    assert gpu.launched[-1][-2:] == (x.data_ptr(), None)
+    # another process has the index in the cache, with no call of load_kernels
+    gpu.start_process(monkeypatch)
+    add_one()(x)
+    assert gpu.compiled == 0 and len(gpu.loaded) == 2
+    compiled = []
+    monkeypatch.setattr(Launch, "compile", lambda one, tensors: compiled.append(one.constants["N"]))
+    assert precompile._compile_all([(add_one(), (x,)), (add_one(32), (x,))]) == [] and compiled == [32]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda patch: patch.setattr(identity, "_source_hash", lambda: "another source"),
+        lambda patch: patch.setattr(identity, "_compiler_hash", lambda: "another Triton"),
+        lambda patch: patch.setattr(triton, "__version__", "3.6.9"),
+        lambda patch: patch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0)),
+        lambda patch: patch.setattr(torch.version, "hip", "6.4"),
+        lambda patch: patch.setattr(triton.knobs.runtime, "debug", True),
+        lambda patch: patch.setattr(saved, "PACKAGE", "gdn.backends."),
+    ],
+    ids=["source", "compiler", "triton", "gpu", "hip", "debug", "package"],
+)
+def test_a_saved_kernel_serves_nothing_else(gpu, monkeypatch, change):
+    monkeypatch.setattr(gpu, "compile", lambda launch: None)
+    gpu.start_process(monkeypatch)
+    with monkeypatch.context() as patch:
+        change(patch)
+        assert saved.find_binary(add_one(), (torch.zeros(64),)) is None
+    gpu.start_process(monkeypatch)
+    assert saved.find_binary(add_one(), (torch.zeros(64),)) is not None
+
+
+def test_a_launch_of_another_kind_has_another_key():
+    x, other = torch.zeros(64), torch.zeros(64, dtype=torch.bfloat16)
+
+    def launch(*scalars, warps=4, **constants):
+        return Launch(saved_kernel, 1, scalars, constants, warps, options=constants.pop("options", {}))
+
+    saved_kernel = SimpleNamespace(fn=SimpleNamespace(__module__="gdn.backends.x", __qualname__="kernel"))
+    keys = [
+        saved.launch_key(*given)
+        for given in (
+            (launch(N=1), (x,)),
+            (launch(N=True), (x,)),
+            (launch(N=1.0), (x,)),
+            (launch(N=None), (x,)),
+            (launch(N=triton_lang.float32), (x,)),
+            (launch(M=1), (x,)),
+            (launch(N=1), (other,)),
+            (launch(N=1), (None,)),
+            (launch(N=1, warps=8), (x,)),
+            (launch(N=1, options={"maxnreg": 128}), (x,)),
+            (launch(1, N=1), (x,)),
+            (launch(1.0, N=1), (x,)),
+            (launch(None, N=1), (x,)),
+        )
+    ]
+    assert len(set(keys)) == len(keys) and None not in keys
+    assert saved.launch_key(launch(2, N=1), (x[16:],)) == keys[10]
+    for given in ((launch(2**31, N=1), (x,)), (launch(N=x), (x,))):
+        assert saved.launch_key(*given) is None
+
+
+@pytest.mark.parametrize("change", ["", "#"], ids=["same", "changed"])
+def test_every_file_of_triton_counts(monkeypatch, change):
+    before, read_bytes = identity._compiler_hash.__wrapped__(), Path.read_bytes
+    is_jit = lambda path: path.parts[-2:] == ("runtime", "jit.py")  # noqa: E731
+    more = lambda path: read_bytes(path) + (change.encode() if is_jit(path) else b"")  # noqa: E731
+    monkeypatch.setattr(Path, "read_bytes", more)
+    assert (identity._compiler_hash.__wrapped__() == before) is not bool(change)
+
+
+@pytest.mark.parametrize("missing", ["list", "size"])
+def test_libraries_without_a_list_are_hashed(monkeypatch, missing):
+    monkeypatch.setattr(identity, "triton_key", lambda: hashed.append(1) or "a Triton")
+    hashed = []
+    text = identity.distribution("triton").read_text("RECORD")
+    record = None if missing == "list" else text.replace("libtriton.so,sha256", "libtriton.so,md5")
+    identity._compiler_hash.__wrapped__()
+    assert not hashed or not text
+    monkeypatch.setattr(identity, "distribution", lambda name: SimpleNamespace(read_text=lambda name: record))
+    identity._compiler_hash.__wrapped__()
+    assert hashed
+
+
 CALLS = """
 import sys, torch, triton, gdn
 from gdn.backends.triton.launch import binaries
@@ -140,6 +299,7 @@ def test_another_process_compiles_nothing(tmp_path):
         )  # fmt: skip
         assert done.returncode == 0, done.stderr[-2000:]
         counts.append([int(x) for x in done.stdout.split()])
-    (saved, compiled), (loaded, missed) = counts
-    assert saved == compiled == loaded > 3 and missed == 0, counts
+    (kept, compiled), (loaded, missed) = counts
+    # with the index, no launch comes to Triton's compiler
+    assert kept == compiled > 3 and loaded == missed == 0, counts
     assert torch.cuda.is_available()

@@ -436,6 +436,7 @@ MAY_ASK = {
     "backends/triton/__init__.py",
     "backends/triton/layer/gate.py",
     "backends/triton/rule/build.py",
+    "backends/triton/rule/build_bwd.py",
     "backends/triton/rule/choose.py",
     "backends/triton/rule/describe.py",
     "backends/triton/rule/run.py",

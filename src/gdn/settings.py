@@ -36,6 +36,11 @@ def interprets() -> bool:
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
+def ptxas() -> str | None:
+    """Return the assembler in TRITON_PTXAS_PATH, which Triton runs instead of its own, or None."""
+    return os.environ.get("TRITON_PTXAS_PATH") or None
+
+
 def engines(supported: tuple[str, ...]) -> tuple[str, ...]:
     """Return the engines named in GDN_ENGINES; ValueError for another name."""
     named = [name.strip() for name in os.environ.get("GDN_ENGINES", "").split(",") if name.strip()]

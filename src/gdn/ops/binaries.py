@@ -8,6 +8,8 @@ from pathlib import Path
 def load_kernels(folder: str | os.PathLike[str]) -> int:
     """Install compiled kernels in Triton's cache, so that no process of this machine compiles them.
 
+    A process then launches them without Triton's JIT, which would hash sources and Triton's library first.
+
     Args:
         folder      written by `gdn warmup --save` on a machine with the same GPU architecture, Triton, Python
                     and gdn. It contains machine code that will run: load folders that you trust.

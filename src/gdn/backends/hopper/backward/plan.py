@@ -70,7 +70,7 @@ from gdn.backends.triton.launch import (
     tensor_spec,
 )
 from gdn.backends.triton.launch.launches import ALIGNMENT
-from gdn.backends.triton.rule import build
+from gdn.backends.triton.rule import build_bwd
 from gdn.backends.triton.rule import describe as rules
 from gdn.backends.triton.rule import run as chunked
 from gdn.backends.triton.rule.gates_bwd import gates_bwd_kernel
@@ -312,7 +312,7 @@ def consumers_of(p: Problem) -> int:
 
 def _specs(p: Problem, a: rules.Description) -> tuple[TensorSpec | None, ...]:
     """Return the specs of `Plan.specs` with a scan of our own."""
-    specs = build.backward_specs(p, a)
+    specs = build_bwd.backward_specs(p, a)
     # dS is bf16 at K = 64, too; P and its low half stay in shared memory
     dS = tensor_spec((p.num_chunks, p.HV, p.K, p.V), p.q.dtype)
     return (*specs[:4], dS, *specs[5:-2], None, None)
@@ -328,7 +328,7 @@ def _plan(
     """Plan the launches of a backward; `slab`: the chunks of a pass, or None: all in one."""
     a = rules.describe(p)
     numbers = rules.shape_scalars(p)
-    specs = build.backward_specs(p, a) if before is not None else _specs(p, a)
+    specs = build_bwd.backward_specs(p, a) if before is not None else _specs(p, a)
     num_sms = cost.num_sms(p.device)
     factors = Launch(
         backward_factors_kernel,

@@ -15,7 +15,9 @@ Read in this order:
     pdl           programmatic dependent launch
     precompile    compile what a problem of another size will need, in parallel
     compilations  count what Triton compiles
+    identity      what every compiled kernel depends on: the GPU, Triton, Python, gdn's source
     binaries      ship compiled kernels to another process or machine
+    saved         launch shipped kernels without Triton's JIT
 """
 
 from gdn.backends.triton.launch.device import Machine, device_guard, machine

@@ -3,21 +3,21 @@
 Triton names an entry of its cache by a hash of the kernel's source and of all functions that it calls, the
 types and constants of the call, the compiler's options, Triton's own files and the GPU's architecture. So a
 shipped binary serves exactly the calls that it was compiled for, and no other call can ever find it. The
-manifest names what a folder was made for, so that a folder that no call would use is refused.
+manifest names what a folder was made for, so that a folder that no call would use is refused. It also has the
+index by which a process launches a kernel without the hash: see `saved`.
 """
 
-import hashlib
 import json
-import platform
-import sysconfig
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
 import triton
 from triton.runtime.cache import FileCacheManager
+
+from gdn.backends.triton.launch.identity import identity
+from gdn.backends.triton.launch.saved import ENTRY, INDEX, add_to_cache, record_binaries
 
 MANIFEST = "manifest.json"
 GROUP = "__grp__"  # Triton's prefix of a file that lists the files of one binary by their absolute paths
@@ -32,7 +32,10 @@ def separate_cache(folder: Path) -> Iterator[None]:
     with triton.knobs.cache.scope(), triton.knobs.compilation.scope():
         triton.knobs.cache.dir = str(folder)
         triton.knobs.compilation.store_binary_only = True
-        yield
+        with record_binaries() as launches:
+            yield
+        if launches:
+            (folder / INDEX).write_text(json.dumps(launches))
 
 
 def pack(cache: Path, folder: Path) -> int:
@@ -43,7 +46,7 @@ def pack(cache: Path, folder: Path) -> int:
     if folder.exists() and any(folder.iterdir()):
         raise ValueError(f"folder: expected an empty or new one, got files in {folder}")
     entries, count = {}, 0
-    for source in sorted(path for path in cache.iterdir() if path.is_dir()):
+    for source in sorted(path for path in cache.iterdir() if path.is_dir() and path.name != ENTRY):
         groups = {}
         for file in sorted(path for path in source.iterdir() if path.is_file() and path.name != "lock"):
             if file.name.startswith(GROUP):
@@ -58,7 +61,11 @@ def pack(cache: Path, folder: Path) -> int:
         entries[source.name] = groups
         count += len(groups)
     folder.mkdir(parents=True, exist_ok=True)
-    manifest = {**identity(), "entries": entries}
+    index = cache / INDEX
+    launches = json.loads(index.read_text()) if index.exists() else {}
+    # those of binaries that an earlier call of the process has compiled are elsewhere
+    launches = {key: x for key, x in launches.items() if x["group"] in entries.get(x["entry"], ())}
+    manifest = {**identity(), "entries": entries, "launches": launches}
     (folder / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
     return count
 
@@ -87,34 +94,12 @@ def unpack(folder: Path) -> int:
             there = manager.get_file(file.name)
             paths[file.name] = manager.put(file.read_bytes(), file.name) if there is None else there
         for group, children in groups.items():
-            manager.put_group(group, {child: paths[child] for child in children})
+            if manager.get_group(group) is None:
+                manager.put_group(group, {child: paths[child] for child in children})
+    add_to_cache(manifest["launches"], {name: manifest[name] for name in identity()})
     return sum(map(len, entries.values()))
-
-
-def identity() -> dict[str, str | None]:
-    """Return what binaries depend on; the GPU is None on a machine without one, as where images are built."""
-    gpu = None
-    if torch.cuda.is_available():
-        target = triton.runtime.driver.active.get_current_target()
-        gpu = f"{target.backend}:{target.arch}"
-    return {
-        "gpu": gpu,
-        "triton": triton.__version__,
-        # Triton's launchers are extension modules
-        "python": f"{platform.machine()} {sysconfig.get_config_var('EXT_SUFFIX')}",
-        "kernels": _source_hash(),
-    }
 
 
 def _is_source(name: str) -> bool:
     """Return True for a kernel's first intermediate code, which Triton keeps beside a binary, unread."""
     return name.endswith(".source")
-
-
-def _source_hash() -> str:
-    """Return a hash of all modules of the backends."""
-    root, digest = Path(__file__).parents[2], hashlib.sha256()
-    for path in sorted(root.rglob("*.py")):
-        digest.update(str(path.relative_to(root)).encode())
-        digest.update(path.read_bytes())
-    return digest.hexdigest()[:16]

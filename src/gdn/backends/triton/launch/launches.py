@@ -18,6 +18,7 @@ from gdn.backends.triton.launch.device import device_guard
 from gdn.backends.triton.launch.kernels import INTERPRETED
 from gdn.backends.triton.launch.launcher import DirectCall, direct_call, triton_call
 from gdn.backends.triton.launch.ready import Ready, prepare
+from gdn.backends.triton.launch.saved import find_binary, record_binary
 
 ALIGNMENT = 16  # bytes: if every pointer is a multiple, the compiled handle of the first launch can be reused
 
@@ -91,7 +92,8 @@ class Launch:
     def binary_key(self, tensors: tuple[Tensor | None, ...]) -> Hashable:
         """Return what identifies the binary that tensors of these dtypes need."""
         dtypes = tuple([None if x is None else x.dtype for x in tensors])
-        return (self.kernel, *self.constants.items(), self.num_warps, *self.options.items(), dtypes)
+        # the function: Triton would hash the kernel's source, which takes 10 to 40 ms
+        return (self.kernel.fn, *self.constants.items(), self.num_warps, *self.options.items(), dtypes)
 
     def compile(self, tensors: tuple[Tensor | None, ...]) -> Any:
         """Compile the binary for tensors of these dtypes, all aligned, without running it."""
@@ -100,18 +102,23 @@ class Launch:
         return self.kernel.warmup(*descriptors, *aligned, *self.scalars, grid=(1,), **self._constants)
 
     def _launch_first(self, tensors: tuple[Tensor | None, ...]) -> None:
-        compiled = self._dispatch(tensors)
         plain = tensors[self.num_descriptors :]
         is_aligned = all(x is None or x.data_ptr() % ALIGNMENT == 0 for x in plain)
         # integers beyond 32 bits would need another signature; leave them to Triton
         is_small = all(not isinstance(x, int) or -(2**31) <= x < 2**31 for x in self.scalars)
         if INTERPRETED or not is_aligned or not is_small:
+            self._dispatch(tensors)
             return
+        saved = find_binary(self, tensors)
+        compiled = self._dispatch(tensors) if saved is None else saved
+        record_binary(self, tensors, compiled)
         self._device = next(x.device.index for x in plain if x is not None)
         self._trailing = (*self.scalars, *(None for _ in self.constants))
         self._compiled, self._direct = compiled, direct_call(compiled)
         # last: another thread that finds it finds the others, too
         self._call = triton_call(compiled) if self.num_descriptors or not self._direct else self._direct
+        if saved is not None:
+            self(*tensors)
 
 
 Step = tuple[Launch, tuple[Any, ...]]

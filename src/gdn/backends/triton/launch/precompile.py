@@ -19,6 +19,7 @@ from triton.compiler import ASTSource
 from gdn.backends.triton.launch.device import device_guard
 from gdn.backends.triton.launch.kernels import INTERPRETED
 from gdn.backends.triton.launch.launches import Step, is_recording
+from gdn.backends.triton.launch.saved import is_saved, record_binary
 
 _compiled_kinds: set[Hashable] = set()
 _COMPILING, _TRACING = RLock(), RLock()
@@ -47,7 +48,11 @@ def _compile_all(steps: list[Step]) -> list[Any]:
     """Compile the launches in threads, in this order; return the binaries that were not compiled before."""
     mode = triton.AsyncCompileMode
     with trace_one_at_a_time(), _Compiler(os.cpu_count()) as pool, mode(pool, ignore_errors=True):
+        # saved binaries are loaded where they are launched first
+        steps = [step for step in steps if not is_saved(*step)]
         kernels = [launch.compile(tensors) for launch, tensors in steps]
+    for (launch, tensors), x in zip(steps, kernels, strict=True):
+        record_binary(launch, tensors, x.result(ignore_errors=True) if hasattr(x, "result") else x)
     futures = {id(x): x for x in kernels if hasattr(x, "result")}.values()
     binaries = (future.result(ignore_errors=True) for future in futures)
     return [x for x in binaries if x is not None]

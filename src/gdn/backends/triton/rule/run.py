@@ -14,6 +14,7 @@ Bytes per token and value head, K = V = 128 in bf16, HV = H, options on: forward
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from importlib import import_module
 from itertools import zip_longest
 from typing import Any
 
@@ -34,8 +35,9 @@ from gdn.backends.triton.launch import (
     unit_of,
 )
 from gdn.backends.triton.rule import choose
-from gdn.backends.triton.rule.build import build_backward, build_forward
+from gdn.backends.triton.rule.build import build_forward
 from gdn.backends.triton.rule.describe import (
+    Description,
     describe,
     kind_key,
     operand_dtype,
@@ -214,14 +216,23 @@ def _first_backward(p: Problem, saved: Saved, do: Tensor, dS: Tensor | None) -> 
     # another backend's launches are among them only if the caller named no backend
     is_shared = settings.backend(p.backend) is None
     compile_ahead(p.device, ("backward", kind_key(p, description), *dtypes, is_shared), steps)
-    return build_backward(p, do, description, choose.backward_tiles(p, machine(p.device)))
+    return _build_backward(p, do, description, choose.backward_tiles(p, machine(p.device)))
+
+
+def _build_backward(
+    p: Problem, do: Tensor, description: Description, tiles: choose.BackwardTiles
+) -> Backward | ChannelBackward:
+    """Build a backward; its kernels are imported here, as a process that serves has none."""
+    plan: Backward | ChannelBackward
+    plan = import_module("gdn.backends.triton.rule.build_bwd").build_backward(p, do, description, tiles)
+    return plan
 
 
 def backward_launches(p: Problem, saved: Saved, do: Tensor, dS: Tensor | None) -> Iterator[Step]:
     """Yield the launches of backwards of this kind, of any size, on placeholders for allocated tensors."""
     description = describe(p, do)
     for tiles in choose.all_backward_tiles(p, machine(p.device)):
-        plan = build_backward(p, do, description, tiles)
+        plan = _build_backward(p, do, description, tiles)
         new, late = (allocate_placeholders(p.device, specs) for specs in (plan.specs, plan.late))
         given = (*tensors_of(p), *saved, do, dS)
         yield from plan.steps([*given, *new])
