@@ -36,7 +36,8 @@ can = $(shell $(PYTHON) -c "import $(1)" 2>/dev/null && echo yes)
 # the package and its benchmarks, also for a python that has everything but them
 export PYTHONPATH := $(CURDIR)/src:$(CURDIR)/benchmarks$(if $(PYTHONPATH),:$(PYTHONPATH))
 
-.PHONY: help demo test test-gpu lint types docs kernels interpret compile fla engines matrix spills bench bench-gpu clean
+.PHONY: help demo test test-cpu test-kernels test-gpu lint types docs kernels interpret compile fla engines matrix
+.PHONY: spills bench bench-gpu clean
 
 help:
 	@echo "make demo    train a small model, draw its loss, compare with Transformers (out/demo)"
@@ -68,7 +69,7 @@ DOCS_PYTHON := build/docs/bin/python
 docs: build/docs/.done
 endif
 
-TESTS := test lint types interpret compile fla engines matrix spills
+TESTS := test test-cpu test-kernels lint types interpret compile fla engines matrix spills
 ifeq ($(filter $(TESTS),$(MAKECMDGOALS)),)
 else ifeq ($(call can,$(TEST_NEEDS)),yes)
 TEST_PYTHON := $(PYTHON)
@@ -107,9 +108,15 @@ WHAT = $(if $(filter accuracy,$(PART)),verify --set distributions --append --min
 bench-gpu:
 	$(DEMO_PYTHON) -m gdn_bench $(WHAT) --resume $(if $(COMMIT),--commit $(COMMIT))
 
-test: lint types
+# with -j 2 the stages that keep one processor busy run beside the others: the types, the beginning and the end of
+# compile, fla
+test: lint types test-cpu
+	if $(HAS_TRITON); then $(MAKE) test-kernels $$($(HAS_FLA) || echo fla); fi
+
+test-cpu:
 	$(PYTEST) -n $(WORKERS) -m "not compile"
-	if $(HAS_TRITON); then $(MAKE) interpret && $(MAKE) compile && { $(HAS_FLA) || $(MAKE) fla; }; fi
+
+test-kernels: compile interpret
 
 # the tests marked gpu, or a part of them: PART=1/3, 2/3, 3/3 on machines that are lent by the minute. A part ends
 # after TIMEOUT seconds, a test's process after TEST_TIMEOUT; the outcome is appended to RESULTS
@@ -121,8 +128,9 @@ test-gpu:
 		$(PYTEST) -p gpu_suite -m gpu -n $(WORKERS) --tb=short -rN --part $(if $(filter file,$(origin PART)),1/1,$(PART)) \
 		--part-seconds $(TIMEOUT) --test-seconds $(TEST_TIMEOUT) --results $(RESULTS) $(if $(COMMIT),--commit $(COMMIT)) tests
 
+# a file without the marker takes seconds to import in each worker, too
 interpret:
-	TRITON_INTERPRET=1 $(PYTEST) -n $(WORKERS) -m interpret
+	TRITON_INTERPRET=1 $(PYTEST) -n $(WORKERS) -m interpret $$(grep -l interpret tests/test_*.py)
 
 compile:
 	$(PYTEST) tests/test_compile.py

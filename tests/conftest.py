@@ -110,12 +110,16 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture
 def packager(monkeypatch: pytest.MonkeyPatch, tmp_path) -> Iterator[None]:
-    """Give AOTInductor its own folder, since parallel tests may write the same files, and `shared_cxx`."""
+    """Give AOTInductor its own folder, since parallel tests may write the same files, and `shared_cxx`.
+
+    The instruction sets are those of the processor: in a new folder Inductor would compile a test of each.
+    """
     compiler = processes.shared_cxx(tmp_path)
+    monkeypatch.setenv("TORCHINDUCTOR_VEC_ISA_OK", "1")
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
     monkeypatch.setenv("CXX", compiler)
     # the object only inherits the attribute, so monkeypatch would delete it at the end
-    with torch._inductor.config.patch({"cpp.cxx": (None, compiler)}):
+    with torch._inductor.config.patch({"cpp.cxx": (None, compiler), "cpp.vec_isa_ok": True}):
         yield
 
 

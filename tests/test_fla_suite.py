@@ -85,6 +85,9 @@ def checkout(tmp_path, monkeypatch):
     (site / "fla/__init__.py").write_text("__version__ = '0.6.0'\n")
     (site / "fla/backends.py").write_text(BACKENDS)
     monkeypatch.setenv("PYTHONPATH", str(site))
+    # other plugins of the environment import much, in each process of each pass
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
+    monkeypatch.setenv("PYTEST_PLUGINS", "xdist.plugin")
     return tmp_path / "checkout"
 
 

@@ -68,10 +68,12 @@ def suite(folder: Path, body: str, *options: str, workers: int = 2) -> tuple[dic
     """Run a file of tests as a part; return the recorded row and the output."""
     (folder / "test_it.py").write_text("import os, signal, time\nimport pytest\n" + textwrap.dedent(body))
     (folder / "pytest.ini").write_text("[pytest]\n")
-    command = [sys.executable, "-m", "pytest", "-p", "gpu_suite", "-p", "no:cacheprovider", "-q", "-rN"]
-    command += ["--tb=short", "-n", str(workers), "--results", "rows.jsonl", "--commit", "abc"]
+    command = [sys.executable, "-m", "pytest", "-p", "xdist", "-p", "gpu_suite", "-p", "no:cacheprovider", "-q"]
+    command += ["-rN", "--tb=short", "-n", str(workers), "--results", "rows.jsonl", "--commit", "abc"]
     paths = [str(processes.ROOT / name) for name in ("tests", "src", "benchmarks")]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "CUDA_VISIBLE_DEVICES": ""}
+    # other plugins of the environment import much, in each of three processes
+    environment["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
     environment.pop("PYTEST_XDIST_WORKER", None)
     done = subprocess.run(
         [*command, *options], cwd=folder, env=environment, capture_output=True, text=True, timeout=200
