@@ -68,8 +68,8 @@ def suite(folder: Path, body: str, *options: str, workers: int = 2) -> tuple[dic
     """Run a file of tests as a part; return the recorded row and the output."""
     (folder / "test_it.py").write_text("import os, signal, time\nimport pytest\n" + textwrap.dedent(body))
     (folder / "pytest.ini").write_text("[pytest]\n")
-    command = [sys.executable, "-m", "pytest", "-p", "xdist", "-p", "gpu_suite", "-p", "no:cacheprovider", "-q"]
-    command += ["-rN", "--tb=short", "-n", str(workers), "--results", "rows.jsonl", "--commit", "abc"]
+    command = [sys.executable, "-m", "pytest", "-p", "xdist", "-p", "gpu_suite", "-p", "no:cacheprovider"]
+    command += ["-q", "-rN", "--tb=short", "-n", str(workers), "--results", "rows.jsonl", "--commit", "abc"]
     paths = [str(processes.ROOT / name) for name in ("tests", "src", "benchmarks")]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "CUDA_VISIBLE_DEVICES": ""}
     # other plugins of the environment import much, in each of three processes
