@@ -75,8 +75,8 @@ def state_bwd_kernel(
     # dS <- e^(G_C) dS + (e^G q)^T (scale do) - (beta e^G k)^T dr, last chunk to first.
     # Program (n, head, strip): BV value columns of dS [K, BV], kept in registers in fp32 over all chunks.
     # Grid: N * HV * cdiv(V, BV), strips fastest; warps, BV and STAGES from `choose`; no PDL.
-    # CHANNELS: a decay per key channel; q and k hold the rows q_in, k_in and k_out, which have the decays, and
-    # the registers dS / scale_rest.
+    # CHANNELS: a decay per key channel; q and k hold the rows q_in, k_in and k_out, which have the decays,
+    # and the registers dS / scale_rest.
     # Reads per chunk q, k, A_inv, P (hi + lo if SPLIT), factors, a strip of do and, if SPLIT, of S_in; writes
     # a strip of dr and dS. k_rest_ptr and dr_rest_ptr may be None; a decay per head has neither.
     n, head, strip = locate_strip(HV, V, BV)
