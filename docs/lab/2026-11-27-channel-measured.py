@@ -3,8 +3,8 @@
     PYTHONPATH=src python docs/lab/2026-11-27-channel-measured.py INDEX COUNT TOTAL SECONDS OUT
 
 Process INDEX of COUNT draws its share of TOTAL problems for at most SECONDS, of three sets of sizes, dtype
-and options, and writes a line of JSON for each: per output the error, its limit, the largest error, and the norm
-and size of the reference. The reference runs on the CPU, and the kernels of all processes on one GPU.
+and options, and writes a line of JSON for each: per output the error, its limit, the largest error, and the
+norm and size of the reference. The reference runs on the CPU, and the kernels of all processes on one GPU.
 """
 
 import json
