@@ -45,7 +45,7 @@ def build_forward(
     # of the state pass: with those of the pool
     scalars = (*state_scalars(p), d.entries, *(NO_POOL[1] if pool is None else pool.scalars))
     shared = {"K": p.K, "V": p.V, **d.sizes, "PRECISION": d.precision, "CHANNELS": p.is_per_channel}
-    prepare = _channels().build_prepare_channels(p, d) if p.is_per_channel else _build_prepare(p, d)
+    prepare = _channels().build_prepare_channels(p, d, p.scale) if p.is_per_channel else _build_prepare(p, d)
     plan = ChannelForward if p.is_per_channel else Forward
     q_strides, k_strides = state_strides(p, d.unit)
     # one program per sequence, head and strip: S stays in its registers for all chunks

@@ -9,7 +9,7 @@ from torch import Tensor
 from gdn.backends.triton import sums
 from gdn.backends.triton.launch import Launch, TensorSpec, machine, tensor_spec
 from gdn.backends.triton.rule.build import strip_constants
-from gdn.backends.triton.rule.build_channels import build_channel_backward
+from gdn.backends.triton.rule.build_channels import build_channel_backward, scale_rest
 from gdn.backends.triton.rule.choose import BackwardTiles, equal_layouts, split_operands
 from gdn.backends.triton.rule.describe import (
     Description,
@@ -96,7 +96,7 @@ def _build_state_bwd(p: Problem, do: Tensor, d: Description, tiles: BackwardTile
     return Launch(
         state_bwd_kernel,
         p.N * p.HV * triton.cdiv(p.V, tiles.BV),
-        (*q_strides, *k_strides, *unit_strides(d.unit, do), *state_scalars(p), d.entries),
+        (*q_strides, *k_strides, *unit_strides(d.unit, do), *state_scalars(p), d.entries, scale_rest(p)),
         {
             "K": p.K, "V": p.V, **d.sizes, "PRECISION": d.precision, "V_FIRST": p.state_v_first,
             **strip_constants(p, tiles), "SPLIT": split_operands(p, machine(p.device)),

@@ -1,5 +1,7 @@
 """Build the launches that are of a decay per key channel alone: `prepare_channels`, and the gradients."""
 
+import math
+
 import torch
 import triton
 from torch import Tensor
@@ -37,14 +39,19 @@ from gdn.backends.triton.rule.values_bwd import values_bwd_kernel
 from gdn.problem import CHUNK, RESET, Problem
 
 
-def build_prepare_channels(p: Problem, d: Description) -> Launch:
-    """Build the launch of `prepare_channels_kernel`, for a forward or a backward."""
+def scale_rest(p: Problem) -> float:
+    """Return what the scale is beyond a power of two, which q_in of a 16-bit backward lacks; in fp32 1."""
+    return (math.frexp(p.scale)[0] or 1.0) if p.q.dtype.itemsize == 2 else 1.0
+
+
+def build_prepare_channels(p: Problem, d: Description, scale: float) -> Launch:
+    """Build the launch of `prepare_channels_kernel`, for a forward or a backward; scale: of q_in and P."""
     assert p.g is not None
     return Launch(
         prepare_channels_kernel,
         d.entries * p.HV,
         (
-            *unit_strides(d.unit, p.q, p.k, p.g), *gate_strides(p.beta), *shape_scalars(p), p.scale,
+            *unit_strides(d.unit, p.q, p.k, p.g), *gate_strides(p.beta), *shape_scalars(p), scale,
             bound_scalar(p),
         ),
         {
@@ -130,7 +137,7 @@ def build_channel_backward(
         _backward_specs(p, d, strips),
         _late_specs(p, min(tiles.group, d.entries), None if wide is None else wide_strips),
         d.launch,
-        build_prepare_channels(p, d),
+        build_prepare_channels(p, d, p.scale / scale_rest(p)),
         state,
         tuple(gradients),
         finish,

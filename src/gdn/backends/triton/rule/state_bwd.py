@@ -12,7 +12,9 @@ elsewhere. SPLIT also stores the part of dg that is <S_in, dS> of a strip: the 1
 reads caused a quarter of the variance of dg's error where much passes through the state.
 With a decay per key channel, k_rest is the low half of k_out, which has one bf16 rounding per token and
 channel, and dr_rest holds 8 more bits of dr. Where all channels decay strongly, the tokens before the final
-state have nearly all of dbeta = <dr, v_new> / beta, and these two roundings were its error.
+state have nearly all of dbeta = <dr, v_new> / beta, and these two roundings were its error. In 16 bits q_in
+and P have only the scale's power of two, so q_in is exact in channels that have not decayed: rounding scale q
+caused all of dinitial_state's error there. The registers hold dS and dr divided by the rest of the scale.
 Bytes per token and value head at K = V = 128 in bf16, HV = H: q, k, do, dr 1024, A_inv and P 384, S_in and dS
 1024: 2450. Per key channel, k_out, k_rest and dr_rest 640 more, S_in 512 less.
 """
@@ -65,7 +67,7 @@ def load_without_prefetch(place, length):
 def state_bwd_kernel(
     q_ptr, k_ptr, k_rest_ptr, A_inv_ptr, P_ptr, P_rest_ptr, factors_ptr, S_in_ptr, do_ptr, dfinal_ptr,
     cu_seqlens_ptr, table_ptr, dS_out_ptr, dr_ptr, dr_rest_ptr, dinitial_ptr,
-    q_b, q_t, q_h, k_b, k_t, k_h, do_b, do_t, do_h, T, HV, ratio, chunks_per_row, bound,
+    q_b, q_t, q_h, k_b, k_t, k_h, do_b, do_t, do_h, T, HV, ratio, chunks_per_row, bound, scale_rest,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr, UNIT: tl.constexpr,
     V_FIRST: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, FP32_STATE: tl.constexpr,
     SPLIT: tl.constexpr, CHANNELS: tl.constexpr,
@@ -73,7 +75,8 @@ def state_bwd_kernel(
     # dS <- e^(G_C) dS + (e^G q)^T (scale do) - (beta e^G k)^T dr, last chunk to first.
     # Program (n, head, strip): BV value columns of dS [K, BV], kept in registers in fp32 over all chunks.
     # Grid: N * HV * cdiv(V, BV), strips fastest; warps, BV and STAGES from `choose`; no PDL.
-    # CHANNELS: a decay per key channel; q and k hold the rows q_in, k_in and k_out, which have the decays.
+    # CHANNELS: a decay per key channel; q and k hold the rows q_in, k_in and k_out, which have the decays,
+    # and the registers dS / scale_rest.
     # Reads per chunk q, k, A_inv, P (hi + lo if SPLIT), factors, a strip of do and, if SPLIT, of S_in; writes
     # a strip of dr and dS. k_rest_ptr and dr_rest_ptr may be None; a decay per head has neither.
     n, head, strip = locate_strip(HV, V, BV)
@@ -88,6 +91,8 @@ def state_bwd_kernel(
     state = (n.to(tl.int64) * HV + head) * (K * V)
     state_place, state_mask = state_pointers(state, ks, vs, K, V, V_FIRST)
     dS = load_state(dfinal_ptr, state_place, state_mask)
+    if CHANNELS:
+        dS *= 1.0 / scale_rest
 
     num_chunks = tl.cdiv(total, C)
     for step in tl.range(0, num_chunks, num_stages=STAGES):
@@ -109,7 +114,8 @@ def state_bwd_kernel(
 
         # the gradient of the state that leaves chunk i, for the gradient kernels
         place, mask = state_pointers(tile * (K * V), ks, vs, K, V, False)
-        tl.store(dS_out_ptr + place, dS.to(dS_out_ptr.dtype.element_ty), mask=mask)
+        dS_out = dS * scale_rest if CHANNELS else dS
+        tl.store(dS_out_ptr + place, dS_out.to(dS_out_ptr.dtype.element_ty), mask=mask)
         if SPLIT and not CHANNELS:
             # dS is still fp32 in registers here; the copy in HBM is rounded
             S = tl.load(S_in_ptr + place, mask=mask, other=0.0)
@@ -136,12 +142,13 @@ def state_bwd_kernel(
         dr_begin = ((row.to(tl.int64) * T + first) * HV + head) * V
         dr_place = tokens[:, None] * (HV * V) + vs[None, :]
         dr_mask = (tokens < length)[:, None] & column_mask(vs, V)[None, :]
+        dr_out = dr * scale_rest if CHANNELS else dr
         if dr_rest_ptr is None:
-            tl.store(dr_ptr + dr_begin + dr_place, dr.to(dr_ptr.dtype.element_ty), mask=dr_mask)
+            tl.store(dr_ptr + dr_begin + dr_place, dr_out.to(dr_ptr.dtype.element_ty), mask=dr_mask)
         else:
-            store_wide(dr_ptr + dr_begin, dr_rest_ptr + dr_begin, dr_place, dr, dr_mask)
+            store_wide(dr_ptr + dr_begin, dr_rest_ptr + dr_begin, dr_place, dr_out, dr_mask)
         if CHANNELS:
-            # q_in has scale and decays, so do is an exact operand
+            # q_in has the decays, so do is an exact operand
             dS *= channels_through(factors_ptr, tile, ks, K, C)[:, None]
             dS = dot(tl.trans(q), do, dS, PRECISION)
             carry = factor(factors_ptr, tile, BETA, C)
@@ -154,4 +161,6 @@ def state_bwd_kernel(
         dS = dot_split(tl.trans(k), dr * -carry[:, None], dS, PRECISION, SPLIT)
 
     if dinitial_ptr is not None:
+        if CHANNELS:
+            dS *= scale_rest
         tl.store(dinitial_ptr + state_place, dS.to(dinitial_ptr.dtype.element_ty), mask=state_mask)
