@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from gdn.layers.cache import GatedDeltaNetCache
 from gdn.layers.conv import ShortConvolution
 from gdn.layers.norm import GatedRMSNorm
+from gdn.layers.projections import SharedInput
 from gdn.notation import Mask, Offsets
 from gdn.ops.rule import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
 from gdn.problem import ContextParallel, check_context
@@ -103,9 +104,10 @@ class DeltaRuleMixer(nn.Module):
         self, hidden: Tensor, cu_seqlens: Offsets | None, cu_seqlens_cpu: Offsets | None,
         cache: GatedDeltaNetCache | None, is_short: bool, cp_context: ContextParallel | None = None,
     ) -> Tensor:  # fmt: skip
-        gates = Once(lambda: (self.in_proj_a(hidden), self.in_proj_b(hidden)))
-        gating = Once(lambda: self.in_proj_z(hidden))
-        qkv = self.in_proj_qkv(hidden)
+        shared = SharedInput(hidden, self.in_proj_qkv, self.in_proj_a, self.in_proj_b, self.in_proj_z)
+        gates = Once(lambda: shared.project(self.in_proj_a, self.in_proj_b))
+        gating = Once(lambda: shared.project_last(self.in_proj_z))
+        (qkv,) = shared.project(self.in_proj_qkv)
         window, state = (None, None) if cache is None else (cache.conv_state, cache.state)
         if is_short and window is not None and cu_seqlens is None:
             qkv, window = self.conv1d.step(qkv, window)
