@@ -13,13 +13,13 @@ from gdn.ops.library import are_plain, is_autocasting, without_autocast
 class SharedInput:
     """Give an input x to several projections y = x W^T in turn, the last one by `project_last`.
 
-    Autograd adds the gradients dy W of the projections: each sum reads two tensors of the size of x and writes
-    a third, rounded. Here the projections form a chain: each returns x to the next one, and its backward adds
-    dy W to the gradient of the next ones in its matmul, in their order and with one rounding less. Outputs and
-    gradients of weights have the bits of the modules.
+    Autograd adds the gradients dy W of the projections: each sum reads two tensors of the size of x and
+    writes a third, rounded. Here the projections form a chain: each returns x to the next one, and its
+    backward adds dy W to the gradient of the next ones in its matmul, in the same order and with one rounding
+    less. Outputs and gradients of weights have the bits of the modules.
 
-    The modules are called as they are, all of them, unless each is an nn.Linear without bias and hooks, in the
-    dtype of x, and x needs a gradient; also under autocast, in a compiled graph and for subclasses of Tensor.
+    The modules themselves are called unless each is an nn.Linear without bias and hooks, in the dtype of x,
+    and x needs a gradient; also under autocast, in a compiled graph and for subclasses of Tensor.
     """
 
     def __init__(self, x: Tensor, *modules: nn.Module) -> None:
@@ -69,8 +69,10 @@ def _add_products(dx: Tensor | None, pairs: list[tuple[Tensor, Tensor]]) -> Tens
     """Return dx + sum dy W. dx belongs to the chain alone, so that the matmul writes into it."""
     if not pairs:
         return dx
+    gradients, weights = zip(*pairs, strict=True)
     # small matmuls are joined: dx is read and written once
-    dy, w = pairs[0] if len(pairs) == 1 else (torch.cat(x, i) for i, x in zip((1, 0), zip(*pairs, strict=True), strict=True))
+    dy = gradients[0] if len(pairs) == 1 else torch.cat(gradients, 1)
+    w = weights[0] if len(pairs) == 1 else torch.cat(weights)
     if dx is None:
         return dy @ w
     # a graph of the backward itself keeps dx

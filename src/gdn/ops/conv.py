@@ -295,12 +295,15 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
 
 
 def _differentiate(ctx: Any, dy: Tensor, dfinal: Tensor) -> tuple[Any, ...]:
-    return requested(_run_backward(conv_backward_operator, ctx, dy, dfinal), ctx.needs_input_grad)
+    arguments = _backward_arguments(ctx, ctx.saved_tensors, dy, dfinal)
+    return requested(conv_backward_operator(*arguments), ctx.needs_input_grad)
 
 
-def _run_backward(backward: Any, ctx: Any, dy: Tensor | tuple[Tensor, ...], dfinal: Tensor) -> Any:
+def _backward_arguments(
+    ctx: Any, saved: Sequence[Any], dy: Tensor | tuple[Tensor, ...], dfinal: Tensor
+) -> tuple[Any, ...]:
     dS = dfinal if ctx.options["output_final_state"] else None
-    return backward(*ctx.saved_tensors, *ctx.options.values(), dy, dS)
+    return (*saved, *ctx.options.values(), dy, dS)
 
 
 class _SplitConvolution(torch.autograd.Function):
@@ -315,11 +318,14 @@ class _SplitConvolution(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
         *parts, dfinal = gradients
-        is_direct = not torch.is_grad_enabled() and are_plain(*ctx.saved_tensors, *gradients)
-        if not is_direct or settings.debug():
-            found = _run_backward(conv_backward_operator, ctx, torch.cat(parts, -1), dfinal)
+        # once: activation checkpointing computes a saved tensor for one reader
+        saved = ctx.saved_tensors
+        is_direct = not torch.is_grad_enabled() and not settings.debug()
+        if is_direct and are_plain(*saved, *gradients):
+            found = _conv_backward(*_backward_arguments(ctx, saved, tuple(parts), dfinal))
         else:
-            found = _run_backward(_conv_backward, ctx, tuple(parts), dfinal)
+            dy = torch.cat(parts, -1)
+            found = conv_backward_operator(*_backward_arguments(ctx, saved, dy, dfinal))
         return None, *requested(found, ctx.needs_input_grad[1:])
 
 

@@ -243,7 +243,9 @@ def _plan(p: ConvProblem, parts: Sequence[Tensor], dfinal: Tensor | None) -> _Ba
     firsts = list(accumulate((x.shape[2] for x in parts), initial=0))[1:-1]
     has_parts = len(parts) > 1 and not any(first % tiling.BD for first in firsts)
     dy_b, dy_t = parts[0].stride()[:2] if len(parts) == 1 or has_parts else (T * D, D)
-    others = [(*x.stride()[:2], first) for x, first in zip(parts[1:], firsts, strict=True)] if has_parts else []
+    others = (
+        [(*x.stride()[:2], first) for x, first in zip(parts[1:], firsts, strict=True)] if has_parts else []
+    )
     unit = unit_of(*p.x.stride()[:2], dy_b, dy_t, D, *chain.from_iterable(others))
     scalars = (
         *(s // unit for s in (*p.x.stride()[:2], dy_b, dy_t)), D // unit, T, p.N,
