@@ -6,7 +6,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from gdn._torch_compat import is_plain
 from gdn.ops.library import are_plain, is_autocasting, without_autocast
 
 
@@ -80,7 +79,7 @@ def _add_products(dx: Tensor | None, pairs: list[tuple[Tensor, Tensor]]) -> Tens
 
 
 def _can_chain(x: Tensor, modules: tuple[nn.Module, ...]) -> bool:
-    if not (is_plain(x) and x.requires_grad and torch.is_grad_enabled()) or is_autocasting(x.device):
+    if not (are_plain(x) and x.requires_grad and torch.is_grad_enabled()) or is_autocasting(x.device):
         return False
     return all(_is_linear(module, x) for module in modules)
 

@@ -322,11 +322,12 @@ class _SplitConvolution(torch.autograd.Function):
         saved = ctx.saved_tensors
         is_direct = not torch.is_grad_enabled() and not settings.debug()
         if is_direct and are_plain(*saved, *gradients):
-            found = _conv_backward(*_backward_arguments(ctx, saved, tuple(parts), dfinal))
+            computed = _conv_backward(*_backward_arguments(ctx, saved, tuple(parts), dfinal))
         else:
             dy = torch.cat(parts, -1)
-            found = conv_backward_operator(*_backward_arguments(ctx, saved, dy, dfinal))
-        return None, *requested(found, ctx.needs_input_grad[1:])
+            computed = conv_backward_operator(*_backward_arguments(ctx, saved, dy, dfinal))
+        _, *needs = ctx.needs_input_grad
+        return None, *requested(computed, needs)
 
 
 torch.library.register_autograd("gdn::causal_conv1d", _differentiate, setup_context=_keep, lib=library)
