@@ -353,6 +353,25 @@ def test_update_packet_equals_steps_and_prefill(backend, device, dtype):
     assert torch.equal(x, y)
 
 
+@pytest.mark.interpret
+@pytest.mark.parametrize("sizes", [(128, 128, 128), (2, 3, 1)])
+def test_gradients_of_parts(backend, device, sizes, monkeypatch):
+    """Parts of y have the bits of y, and so have their gradients; whole strips of channels are not copied."""
+    x, weight, bias, state = inputs(1, 6, 2, 2, torch.float32, D=sum(sizes), device=device)
+    options = {"activation": "silu", "backend": backend, "cu_seqlens": torch.tensor([0, 4, 6], device=device)}
+    options |= {"initial_state": state, "output_final_state": True}
+    parts, final = gdn.ops.conv.convolve_and_split(sizes, x, weight, bias, **options)
+    seeds = [torch.randn_like(y) for y in (*parts, final)]
+    whole = gdn.causal_conv1d(x, weight, bias, **options)
+    leaves = (x, weight, bias, state)
+    expected = torch.autograd.grad(whole, leaves, [torch.cat(seeds[:3], -1), seeds[3]])
+    if backend == "triton" and sizes[0] == 128:
+        monkeypatch.setattr(torch, "cat", None)
+    found = torch.autograd.grad([*parts, final], leaves, seeds)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(parts, whole[0].split(sizes, -1), strict=True))
+
+
 def test_gradcheck():
     x, weight, bias, state = inputs(1, 7, 3, 3)
     cu = torch.tensor([0, 1, 1, 6])

@@ -230,7 +230,9 @@ def test_the_check_can_fail(monkeypatch):
     assert error(run(without, without.do, None)[0].dk, expected[1]) > 0.1
 
 
-BARRIERS = ("empty", "head_empty", "keys_empty", "w_empty", "pairs_empty", "w_full", "pairs_full")
+BARRIERS = (
+    "empty", "head_empty", "A_empty", "k_empty", "q_empty", "w_empty", "pairs_empty", "w_full", "pairs_full",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("missing", [*BARRIERS[:2], *(pytest.param(x, marks=thorough) for x in BARRIERS[2:])])
@@ -243,8 +245,8 @@ def test_a_missing_arrival_is_seen(monkeypatch, missing):
     init = gluon_simulator.STANDINS["mbarrier"].init
     order = itertools.count()
     # barriers in the order that the gradient kernel initialises them
-    names = ("full", "empty", "head_full", "head_empty", "w_full", "w_empty") * 2
-    names += ("keys_full", "keys_empty", "pairs_full", "pairs_empty")
+    names = ("full", "empty", "head_full", "head_empty", "k_full", "k_empty", "w_full", "w_empty") * 2
+    names += ("A_full", "A_empty", "q_full", "q_empty", "pairs_full", "pairs_empty")
 
     def more(barrier, count):
         init(barrier, count + (names[next(order) % len(names)] == missing))

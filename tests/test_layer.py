@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import gdn
 import gdn.layers.gated_deltanet
 from gdn import reference
+from gdn.layers import projections
 from gdn.reference.layer import causal_conv1d, rms_norm_gated
 
 SIZES = {"hidden_size": 24, "num_k_heads": 2, "num_v_heads": 4, "head_k_dim": 8, "head_v_dim": 12}
@@ -85,6 +86,68 @@ def test_reference_and_gradients(options):
     assert largest_error(layer(hidden), expected[0]) < 1e-9
     wrong = (hidden.flip(1), hidden.roll(1, 1), hidden * (torch.arange(70) != 30)[:, None])
     assert all(largest_error(layer(x), expected[0]) > 1e-3 for x in wrong)
+
+
+class Scaled(torch.nn.Linear):
+    """A projection that a package has replaced."""
+
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+@pytest.mark.parametrize("change", ["none", "hooks", "replaced", "frozen", "checkpoint", "autocast"])
+def test_the_gradient_of_the_input_is_added_in_matmuls(monkeypatch, change):
+    """Bits and saved bytes are those of the modules; only the input's gradient has fewer roundings."""
+    layer, calls = build(torch.float64 if change != "autocast" else torch.float32), []
+    if change == "hooks":
+        layer.in_proj_b.register_forward_hook(lambda *_: calls.append("b"))
+        layer.conv1d.register_forward_hook(lambda *_: calls.append("conv"))
+    elif change == "replaced":
+        layer.in_proj_z.__class__ = Scaled
+    elif change == "frozen":
+        layer.in_proj_qkv.requires_grad_(False), layer.in_proj_b.requires_grad_(False)
+    hidden = torch.randn(2, 70, SIZES["hidden_size"], dtype=layer.dt_bias.dtype, requires_grad=True)
+    seed = torch.randn_like(hidden)
+
+    def run():
+        kept, parameters = {}, {x.untyped_storage().data_ptr() for x in layer.parameters()}
+
+        def pack(x):
+            storage = x.untyped_storage()
+            kept[storage.data_ptr()] = storage.nbytes() * (storage.data_ptr() not in parameters)
+            return x
+
+        autocast = torch.autocast("cpu", torch.bfloat16, enabled=change == "autocast")
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x), autocast:
+            is_kept = change != "checkpoint"
+            y = layer(hidden) if is_kept else checkpoint(layer, hidden, use_reentrant=False)
+        leaves = [hidden, *(x for x in layer.parameters() if x.requires_grad)]
+        return sum(kept.values()), y, *torch.autograd.grad(y, leaves, seed.to(y.dtype))
+
+    chained = run()
+    monkeypatch.setattr(projections, "_can_chain", lambda *_: False)
+    monkeypatch.setattr(projections, "has_own_forward", lambda _: False)
+    monkeypatch.setattr(gdn.layers.conv, "has_own_forward", lambda _: False)
+    apart = run()
+    assert calls == (["conv", "b"] * 2 if change == "hooks" else [])
+    assert chained[0] <= apart[0]
+    assert largest_error(chained[2], apart[2]) < 1e-14
+    assert all(
+        torch.equal(x, y) for x, y in zip((chained[1], *chained[3:]), (apart[1], *apart[3:]), strict=True)
+    )
+
+
+def test_a_step_adds_and_copies_nothing_of_the_input_size():
+    """The backward has no sum of gradients of the input, and no copy of those of q, k and v."""
+    layer = build()
+    hidden = torch.randn(1, 70, SIZES["hidden_size"], requires_grad=True)
+    y = layer(hidden)
+    with torch.profiler.profile() as profile:
+        y.sum().backward()
+    nodes = {event.key for event in profile.key_averages()}
+    assert any("_ProjectionBackward" in node for node in nodes)
+    assert any("_SplitConvolutionBackward" in node for node in nodes)
+    assert not any("SplitWithSizesBackward" in node for node in nodes)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

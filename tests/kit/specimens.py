@@ -13,6 +13,7 @@ from unittest.mock import patch
 import torch
 
 import gdn
+from gdn.ops.conv import convolve_and_split
 from gdn.problem import Problem, parse
 from gdn.problem.propagate import PropagateProblem, RunStep
 from gdn.testing import Case, inputs, packed, rows
@@ -335,6 +336,18 @@ def conv(
         torch.autograd.grad(outputs, leaves, [o.detach() for o in outputs])
         with torch.no_grad():
             gdn.causal_conv1d(x, weight, state=pool, state_index=index, **options)
+
+    return call
+
+
+def conv_of_parts(dtype: torch.dtype) -> Callable[[], Any]:
+    """Return the backward of a convolution from the gradients of q, k and v."""
+    sizes = (512, 512, 1024)
+    x, weight = (torch.randn(s, dtype=dtype, requires_grad=True) for s in ((1, 150, 2048), (2048, 4)))
+
+    def call() -> None:
+        parts, _ = convolve_and_split(sizes, x, weight, activation="silu", backend="triton")
+        torch.autograd.grad(parts, [x, weight], [part.detach().contiguous() for part in parts])
 
     return call
 
@@ -758,6 +771,7 @@ OTHERS = {
     "norm fp16": (norm, (FP16, 256, None, False), TUNED),
     "conv bf16": (conv, (BF16, 4, "silu", False, False), EVERYWHERE),
     "conv fp32": (conv, (FP32, 3, None, True, True), EVERYWHERE),
+    "conv bf16 of parts": (conv_of_parts, (BF16,), TUNED),
     "step": (whole_step, (BF16, FP32, (128, 128), True), EVERYWHERE),
     "conv update": (conv_update, (BF16, 1, None), EVERYWHERE),
     "conv update on a ring": (conv_update, (FP32, 4, "ring_pos"), EVERYWHERE),

@@ -1,9 +1,14 @@
 """Wrap `causal_conv1d` in a module that holds the parameters of the short convolution."""
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 from torch import nn
 
+from gdn.layers.projections import has_own_forward
 from gdn.notation import Channels, ConvState, Offsets
+from gdn.ops import conv as ops
 from gdn.ops.conv import causal_conv1d, causal_conv1d_update
 from gdn.problem import ContextParallel
 
@@ -52,3 +57,17 @@ class ShortConvolution(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{self.weight.shape[0]}, width={self.weight.shape[1]}, bias={self.bias is not None}"
+
+
+def convolve_and_split(
+    module: nn.Module, sizes: Sequence[int], x: Channels, initial_state: ConvState | None, **options: Any
+) -> tuple[tuple[Channels, ...], ConvState | None]:
+    """Return what a ShortConvolution does, y split into parts of so many channels.
+
+    Its backward needs no copy of the parts' gradients, unless the module is another one or has hooks.
+    """
+    if type(module) is not ShortConvolution or not has_own_forward(module):
+        y, final_state = module(x, initial_state, **options)
+        return y.split(sizes, dim=-1), final_state
+    options |= {"activation": "silu", "initial_state": initial_state, "backend": module.backend}
+    return ops.convolve_and_split(sizes, x, module.weight, module.bias, **options)

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from gdn.layers.cache import GatedDeltaNetCache
-from gdn.layers.conv import ShortConvolution
+from gdn.layers.conv import ShortConvolution, convolve_and_split
 from gdn.layers.norm import GatedRMSNorm
+from gdn.layers.projections import SharedInput
 from gdn.notation import Mask, Offsets
 from gdn.ops.rule import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
 from gdn.problem import ContextParallel, check_context
@@ -103,18 +104,20 @@ class DeltaRuleMixer(nn.Module):
         self, hidden: Tensor, cu_seqlens: Offsets | None, cu_seqlens_cpu: Offsets | None,
         cache: GatedDeltaNetCache | None, is_short: bool, cp_context: ContextParallel | None = None,
     ) -> Tensor:  # fmt: skip
-        gates = Once(lambda: (self.in_proj_a(hidden), self.in_proj_b(hidden)))
-        gating = Once(lambda: self.in_proj_z(hidden))
-        qkv = self.in_proj_qkv(hidden)
+        shared = SharedInput(hidden, self.in_proj_qkv, self.in_proj_a, self.in_proj_b, self.in_proj_z)
+        gates = Once(lambda: shared.project(self.in_proj_a, self.in_proj_b))
+        gating = Once(lambda: shared.project_last(self.in_proj_z))
+        (qkv,) = shared.project(self.in_proj_qkv)
         window, state = (None, None) if cache is None else (cache.conv_state, cache.state)
+        sizes = [self.key_dim, self.key_dim, self.value_dim]
         if is_short and window is not None and cu_seqlens is None:
             qkv, window = self.conv1d.step(qkv, window)
+            q, k, v = qkv.split(sizes, dim=-1)
         else:
-            qkv, window = self.conv1d(
-                qkv, window, output_final_state=cache is not None, cu_seqlens=cu_seqlens,
+            (q, k, v), window = convolve_and_split(
+                self.conv1d, sizes, qkv, window, output_final_state=cache is not None, cu_seqlens=cu_seqlens,
                 cu_seqlens_cpu=cu_seqlens_cpu, cp_context=cp_context and cp_context.overlap(gates),
             )  # fmt: skip
-        q, k, v = qkv.split([self.key_dim, self.key_dim, self.value_dim], dim=-1)
         rule = fused_recurrent_gated_delta_rule if is_short else chunk_gated_delta_rule
         a, b = gates()
         o, state = rule(

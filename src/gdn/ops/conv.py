@@ -1,17 +1,22 @@
 """Provide the causal depthwise convolution: the public functions and their torch operators.
 
+`convolve_and_split` is for layers: its backward reads the gradients of q, k and v where they are.
+
 gdn::causal_conv1d has a backward. gdn::causal_conv1d_pool and gdn::causal_conv1d_update write a pool.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from gdn import settings
 from gdn.backends import select
 from gdn.notation import Channels, ConvPool, ConvState, ConvWeight, Index, Mask, Offsets
 from gdn.ops.library import (
     Signature,
+    are_plain,
     as_output,
     check_offsets,
     define,
@@ -114,6 +119,25 @@ def causal_conv1d(
     check.no_tangent("causal_conv1d", x=p.x, weight=p.weight, bias=p.bias, initial_state=p.initial_state)
     y, final_state = conv_operator(*_CONV.arguments_of(p))
     return y, final_state if output_final_state else None
+
+
+def convolve_and_split(
+    sizes: Sequence[int], x: Channels, weight: ConvWeight, bias: Tensor | None = None, **options: Any
+) -> tuple[tuple[Channels, ...], ConvState | None]:
+    """Return `causal_conv1d`'s y, split into parts of so many channels, and the final state.
+
+    Autograd would copy the gradients of the parts into one tensor. The backward here reads the parts. Other
+    calls than plain ones with gradients are `causal_conv1d` and `split`.
+    """
+    context = options.pop("cp_context", None)
+    tensors = (x, weight, bias, options.get("initial_state"))
+    if context is not None or not are_plain(*tensors) or not check.records_gradient(*tensors):
+        y, final = causal_conv1d(x, weight, bias, cp_context=context, **options)
+        return y.split(sizes, dim=-1), final
+    absent = dict.fromkeys(ConvProblem.declaration.names) | {"output_final_state": False}
+    p = parse_conv(**absent | options | {"x": x, "weight": weight, "bias": bias})
+    *parts, final = _SplitConvolution.apply(sizes, *_CONV.arguments_of(p))
+    return tuple(parts), final if p.output_final_state else None
 
 
 def causal_conv1d_update(
@@ -271,10 +295,39 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
 
 
 def _differentiate(ctx: Any, dy: Tensor, dfinal: Tensor) -> tuple[Any, ...]:
-    options = ctx.options
-    dS = dfinal if options["output_final_state"] else None
-    gradients = conv_backward_operator(*ctx.saved_tensors, *options.values(), dy, dS)
-    return requested(gradients, ctx.needs_input_grad)
+    arguments = _backward_arguments(ctx, ctx.saved_tensors, dy, dfinal)
+    return requested(conv_backward_operator(*arguments), ctx.needs_input_grad)
+
+
+def _backward_arguments(
+    ctx: Any, saved: Sequence[Any], dy: Tensor | tuple[Tensor, ...], dfinal: Tensor
+) -> tuple[Any, ...]:
+    dS = dfinal if ctx.options["output_final_state"] else None
+    return (*saved, *ctx.options.values(), dy, dS)
+
+
+class _SplitConvolution(torch.autograd.Function):
+    """Run the operator and split y; the backward takes the gradients of the parts."""
+
+    @staticmethod
+    def forward(ctx: Any, sizes: Sequence[int], *args: Any) -> tuple[Tensor, ...]:
+        y, final = conv_operator(*args)
+        _keep(ctx, args, (y, final))
+        return (*y.split(sizes, dim=-1), final)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
+        *parts, dfinal = gradients
+        # once: activation checkpointing computes a saved tensor for one reader
+        saved = ctx.saved_tensors
+        is_direct = not torch.is_grad_enabled() and not settings.debug()
+        if is_direct and are_plain(*saved, *gradients):
+            computed = _conv_backward(*_backward_arguments(ctx, saved, tuple(parts), dfinal))
+        else:
+            dy = torch.cat(parts, -1)
+            computed = conv_backward_operator(*_backward_arguments(ctx, saved, dy, dfinal))
+        _, *needs = ctx.needs_input_grad
+        return None, *requested(computed, needs)
 
 
 torch.library.register_autograd("gdn::causal_conv1d", _differentiate, setup_context=_keep, lib=library)

@@ -292,15 +292,13 @@ def _read_columns(problem: ConvUpdateProblem) -> Tensor:
 
 
 def causal_conv1d_bwd(
-    problem: ConvProblem, dy: Channels, dfinal: ConvState | None
+    problem: ConvProblem, dy: Channels | tuple[Channels, ...], dfinal: ConvState | None
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Return dx, dweight, dbias, dinitial_state, each in its tensor's dtype; sums are in fp32 or fp64."""
-    x, W, ranges, dtype = (
-        problem.x,
-        problem.W,
-        TokenRanges.from_problem(problem),
-        accumulator_dtype(problem.x),
-    )
+    """Return dx, dweight, dbias, dinitial_state, summed in fp32 or fp64; dy may be parts of channels."""
+    if isinstance(dy, tuple):
+        dy = torch.cat(dy, dim=-1)
+    x, W, dtype = problem.x, problem.W, accumulator_dtype(problem.x)
+    ranges = TokenRanges.from_problem(problem)
     taps = problem.weight.t().to(dtype).contiguous()
     bias = None if problem.bias is None else problem.bias.to(dtype)
     dpre = torch.empty(x.shape, dtype=dtype, device=x.device)

@@ -34,25 +34,25 @@ def gradients_kernel(
     # One CTA: dq, dk and gate terms of items (chunk, key head) b, b + grid, ...
     # Grid: min(items, SMs), persistent, 1 CTA an SM.
     # Warps: 4 for values (v_new, E, F), 4 for rows (dq, dk), 1 producer.
-    # Shared memory: two stages of strips (64 columns of S, dS, v, do, dv), two of heads (A_inv,
-    # factors), q and k; split operands, ones; w, E and F from the value to the row warpgroup.
+    # Shared memory: two stages of strips (64 columns of S, dS, v, do, dv), of heads (factors) and of k;
+    # one A_inv and q; split operands, ones; w, E and F from the value to the row warpgroup.
     # K = V = 64: the row warpgroup splits S in shared memory (S_full, 1 arrival), the value warpgroup
     # A_inv in registers.
-    # mbarriers: full, head_full, keys_full, 1 arrival by the producer and its TMA bytes; empty, head_empty,
-    # keys_empty, 2, by both warpgroups; w_full, pairs_full, 1, by the value warpgroup; w_empty, pairs_empty,
-    # 1, by the row warpgroup.
+    # mbarriers: full, head_full, A_full, k_full, q_full, 1 arrival by the producer and its TMA bytes; empty,
+    # head_empty, k_empty, q_empty, 2, by both warpgroups; A_empty, w_full, pairs_full, 1, by the value
+    # warpgroup; w_empty, pairs_empty, 1, by the row warpgroup.
     STAGES: gl.constexpr = 2
     barrier: gl.constexpr = mbarrier.MBarrierLayout()
     boxes = gl.allocate_shared_memory(gl.float32, [STAGES, ROWS, C], factors_d.layout)
     tiles = Tiles(
         q=gl.allocate_shared_memory(gl.bfloat16, [1, 1, C, 1, D], q_d.layout),
-        k=gl.allocate_shared_memory(gl.bfloat16, [1, 1, C, 1, D], q_d.layout),
+        k=gl.allocate_shared_memory(gl.bfloat16, [STAGES, 1, C, 1, D], q_d.layout),
         v=gl.allocate_shared_memory(gl.bfloat16, [STAGES, 1, C, 1, STRIP], q_d.layout),
         do=gl.allocate_shared_memory(gl.bfloat16, [STAGES, 1, C, 1, STRIP], q_d.layout),
         d=gl.allocate_shared_memory(gl.bfloat16, [STAGES, 1, C, 1, STRIP], q_d.layout),
         S=gl.allocate_shared_memory(S_d.dtype, [STAGES, D, STRIP], S_d.layout),
         dS=gl.allocate_shared_memory(gl.bfloat16, [STAGES, D, STRIP], BF16_TILE),
-        A_inv=gl.allocate_shared_memory(A_inv_d.dtype, [STAGES, C, C], A_inv_d.layout),
+        A_inv=gl.allocate_shared_memory(A_inv_d.dtype, [1, C, C], A_inv_d.layout),
         boxes=boxes,
         factors=recast(boxes, gl.float32, [STAGES * ROWS, 1, C], factors_d.layout),
         parts=gl.allocate_shared_memory(gl.bfloat16, [2, C, STRIP], BF16_TILE),
@@ -71,8 +71,12 @@ def gradients_kernel(
         S_full=S_full,
         head_full=gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier),
         head_empty=gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier),
-        keys_full=gl.allocate_shared_memory(gl.int64, [1, 1], barrier),
-        keys_empty=gl.allocate_shared_memory(gl.int64, [1, 1], barrier),
+        A_full=gl.allocate_shared_memory(gl.int64, [1, 1], barrier),
+        A_empty=gl.allocate_shared_memory(gl.int64, [1, 1], barrier),
+        k_full=gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier),
+        k_empty=gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier),
+        q_full=gl.allocate_shared_memory(gl.int64, [1, 1], barrier),
+        q_empty=gl.allocate_shared_memory(gl.int64, [1, 1], barrier),
         w_full=gl.allocate_shared_memory(gl.int64, [2, 1], barrier),
         w_empty=gl.allocate_shared_memory(gl.int64, [2, 1], barrier),
         pairs_full=gl.allocate_shared_memory(gl.int64, [1, 1], barrier),
@@ -83,10 +87,14 @@ def gradients_kernel(
         mbarrier.init(turns.empty.index(i), count=2)
         mbarrier.init(turns.head_full.index(i), count=1)
         mbarrier.init(turns.head_empty.index(i), count=2)
+        mbarrier.init(turns.k_full.index(i), count=1)
+        mbarrier.init(turns.k_empty.index(i), count=2)
         mbarrier.init(turns.w_full.index(i), count=1)
         mbarrier.init(turns.w_empty.index(i), count=1)
-    mbarrier.init(turns.keys_full.index(0), count=1)
-    mbarrier.init(turns.keys_empty.index(0), count=2)
+    mbarrier.init(turns.A_full.index(0), count=1)
+    mbarrier.init(turns.A_empty.index(0), count=1)
+    mbarrier.init(turns.q_full.index(0), count=1)
+    mbarrier.init(turns.q_empty.index(0), count=2)
     mbarrier.init(turns.pairs_full.index(0), count=1)
     mbarrier.init(turns.pairs_empty.index(0), count=1)
     # mbarriers are initialised in the generic proxy; TMA arrives on them in the async proxy

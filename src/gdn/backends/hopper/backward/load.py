@@ -14,8 +14,8 @@ from gdn.backends.hopper.scan.scheduler import STRIP
 def load_items(w):
     """Load the chunks of all items of this CTA, as far ahead as stages are empty.
 
-    The first head of an item is loaded before its q and k: these wait until the item before is done, and the
-    strips need not.
+    q of an item is loaded after its first head: it waits until the item before is done, and k and the strips
+    need not. Loads are issued in the order in which shared memory becomes free.
     """
     item_count = 0
     head_count = 0
@@ -25,26 +25,32 @@ def load_items(w):
             place = split_rows(place, w.problem)
         if place.length > 0:
             for j in range(w.problem.ratio):
+                if j == 0:
+                    load_tokens(w, place, item_count, w.inputs.k, w.tiles.k, w.turns.k_full, w.turns.k_empty)
                 load_head(w, place, j, head_count)
                 if j == 0:
-                    load_keys(w, place, item_count)
+                    load_tokens(w, place, item_count, w.inputs.q, w.tiles.q, w.turns.q_full, w.turns.q_empty)
                 head_count += 1
             item_count += 1
 
 
 @gluon.jit
 def load_head(w, place, j, count):
-    """Load A_inv and the factors of one value head, then its strips."""
+    """Load the factors of one value head, its strips, and A_inv after the first strip."""
     head = place.key_head * w.problem.ratio + j
     tile = place.chunk * w.problem.HV + head
     stage = wait_empty(count, w.turns.head_empty)
     ready = w.turns.head_full.index(stage)
-    mbarrier.expect(ready, w.inputs.A_inv.block_type.nbytes + w.inputs.factors.block_type.nbytes)
-    tma_load(w.inputs.A_inv, [tile * C, 0], ready, w.tiles.A_inv.index(stage))
+    mbarrier.expect(ready, w.inputs.factors.block_type.nbytes)
     tma_load(w.inputs.factors, [tile * ROWS, 0], ready, w.tiles.boxes.index(stage))
     STRIPS: gl.constexpr = w.D // STRIP
     for strip in range(STRIPS):
         load_strip(w, place, head, tile, strip, count * STRIPS + strip)
+        if strip == 0:
+            stage = wait_empty(count, w.turns.A_empty)
+            ready = w.turns.A_full.index(stage)
+            mbarrier.expect(ready, w.inputs.A_inv.block_type.nbytes)
+            tma_load(w.inputs.A_inv, [tile * C, 0], ready, w.tiles.A_inv.index(stage))
 
 
 @gluon.jit
@@ -65,12 +71,11 @@ def load_strip(w, place, head, tile, strip, count):
 
 
 @gluon.jit
-def load_keys(w, place, count):
-    """Load q and k of an item, 64 keys each."""
-    stage = wait_empty(count, w.turns.keys_empty)
-    ready = w.turns.keys_full.index(stage)
-    mbarrier.expect(ready, 2 * (w.D // STRIP) * w.inputs.q.block_type.nbytes)
+def load_tokens(w, place, count, x_d, tiles, full, empty):
+    """Load q or k of an item, 64 keys at a time."""
+    stage = wait_empty(count, empty)
+    ready = full.index(stage)
+    mbarrier.expect(ready, (w.D // STRIP) * x_d.block_type.nbytes)
     for i in gl.static_range(w.D // STRIP):
         corner = [place.row, place.first, place.key_head, i * STRIP]
-        tma_load(w.inputs.k, corner, ready, w.tiles.k.index(0).slice(i * STRIP, STRIP, 3))
-        tma_load(w.inputs.q, corner, ready, w.tiles.q.index(0).slice(i * STRIP, STRIP, 3))
+        tma_load(x_d, corner, ready, tiles.index(stage).slice(i * STRIP, STRIP, 3))

@@ -48,7 +48,8 @@ def compute_rows(w):
     for item in range(gl.program_id(0), w.problem.items, gl.num_programs(0)):
         place = place_of(item, w.problem)
         if place.length > 0:
-            wait_full(item_count, w.turns.keys_full)
+            wait_full(item_count, w.turns.k_full)
+            wait_full(item_count, w.turns.q_full)
             over_item(w, place, item_count, head_count)
             head_count += w.problem.ratio
             item_count += 1
@@ -62,7 +63,8 @@ def compute_rows(w):
 def over_item(w, place, item_count, head_count):
     """Compute dq and dk of one chunk and key head, and store them."""
     q = w.tiles.q.index(0).reshape([C, w.D])
-    k = w.tiles.k.index(0).reshape([C, w.D])
+    k_stage = item_count & 1
+    k = w.tiles.k.index(k_stage).reshape([C, w.D])
     if place.length < C:
         # E^T q and the like sum over tokens: zero the rows past the end. The value warpgroup's MMAs may read
         # them at the same time, but use none of them.
@@ -74,13 +76,14 @@ def over_item(w, place, item_count, head_count):
     dq = gl.zeros((C, w.D), gl.float32, layout)
     dk = gl.zeros((C, w.D), gl.float32, layout)
     for n in range(w.problem.ratio):
-        dq, dk = over_head(w, place, place.key_head * w.problem.ratio + n, head_count + n, dq, dk)
+        dq, dk = over_head(w, place, n, head_count + n, dq, dk, k_stage)
     if w.NORM:
         dq = subtract_along(q, dq, w.D)
         dk = subtract_along(k, dk, w.D)
     # the producer may load the next q and k; E's and F's shared memory holds dq, then dk
     fence_async_shared()
-    arrive(item_count, w.turns.keys_empty)
+    arrive(item_count, w.turns.k_empty)
+    arrive(item_count, w.turns.q_empty)
     store_rows(w, place, dq, w.out.dq_d, w.out.dq_ptr)
     store_rows(w, place, dk, w.out.dk_d, w.out.dk_ptr)
     fence_async_shared()
@@ -88,7 +91,7 @@ def over_item(w, place, item_count, head_count):
 
 
 @gluon.jit
-def over_head(w, place, head, count, dq, dk):
+def over_head(w, place, n, count, dq, dk, k_stage):
     """Add one value head to dq and dk."""
     tiles = w.tiles
     stage = wait_full(count, w.turns.head_full)
@@ -105,7 +108,7 @@ def over_head(w, place, head, count, dq, dk):
     arrive(count, w.turns.head_empty)
     zero = zero_of(count)
     q = tiles.q.index(zero).reshape([C, w.D])
-    k = tiles.k.index(zero).reshape([C, w.D])
+    k = tiles.k.index(k_stage).reshape([C, w.D])
     wait_full(count, w.turns.pairs_full)
     E = tiles.pairs.index(zero)
     F = tiles.pairs.index(zero + 1)
@@ -113,6 +116,7 @@ def over_head(w, place, head, count, dq, dk):
     dk = warpgroup_mma(E.permute((1, 0)), q, dk, is_async=True)
     dk = warpgroup_mma(F, k, dk, is_async=True)
     dk = warpgroup_mma(F.permute((1, 0)), k, dk, is_async=True)
+    head = place.key_head * w.problem.ratio + n
     tile = (place.chunk * w.problem.HV + head).to(gl.int64)
     shares = w.out.shares_ptr + tile * (SHARES * C)
     i = opaque(gl.arange(0, C, PER_ROW))

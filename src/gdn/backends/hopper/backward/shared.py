@@ -76,8 +76,12 @@ class Turns:
     S_full: Any  # S of a strip in bf16, from the row to the value warpgroup; None but at K = 64
     head_full: Any
     head_empty: Any
-    keys_full: Any  # q and k of an item
-    keys_empty: Any
+    A_full: Any  # A_inv of a head, one buffer
+    A_empty: Any
+    k_full: Any  # k of an item, two buffers: the value warpgroup begins an item before the last one ends
+    k_empty: Any
+    q_full: Any
+    q_empty: Any
     w_full: Any
     w_empty: Any
     pairs_full: Any

@@ -43,19 +43,20 @@ def compute_values(w):
     for item in range(gl.program_id(0), w.problem.items, gl.num_programs(0)):
         place = place_of(item, w.problem)
         if place.length > 0:
-            wait_full(item_count, w.turns.keys_full)
+            k_stage = wait_full(item_count, w.turns.k_full)
             for n in range(w.problem.ratio):
-                over_head(w, place, place.key_head * w.problem.ratio + n, head_count)
+                over_head(w, place, place.key_head * w.problem.ratio + n, head_count, k_stage, item_count)
                 head_count += 1
             fence_async_shared()
-            arrive(item_count, w.turns.keys_empty)
+            arrive(item_count, w.turns.k_empty)
+            arrive(item_count, w.turns.q_empty)
             item_count += 1
         elif place.length < 0:
             clear_values(w, place)
 
 
 @gluon.jit
-def over_head(w, place, head, count):
+def over_head(w, place, head, count, k_stage, item_count):
     """Compute one value head: its strips, then E, F and the gate terms."""
     stage = wait_full(count, w.turns.head_full)
     square = gl.zeros((C, C), gl.float32, ACC_TOKENS)
@@ -63,19 +64,20 @@ def over_head(w, place, head, count):
     sums = Sums(square, square, row, row, row, row)
     STRIPS: gl.constexpr = w.D // STRIP
     for strip in range(STRIPS):
-        sums = over_strip(w, place, head, strip, stage, count * STRIPS + strip, sums)
-    finish_head(w, place, head, stage, count, sums)
+        sums = over_strip(w, place, head, strip, stage, count * STRIPS + strip, sums, k_stage)
+    wait_full(item_count, w.turns.q_full)
+    finish_head(w, place, head, stage, count, sums, k_stage)
 
 
 @gluon.jit
-def over_strip(w, place, head, strip, head_stage, count, sums):
+def over_strip(w, place, head, strip, head_stage, count, sums, k_stage):
     """Add 64 value columns to E, F and the gate terms; publish w of these columns."""
     tiles = w.tiles
     stage = wait_full(count, w.turns.full)
     is_token = opaque(gl.arange(0, C, PER_ROW)) < place.length
     zeros = gl.zeros((C, STRIP), gl.float32, ACC_TOKENS)
     zero = zero_of(count)
-    k = tiles.k.index(zero).reshape([C, w.D])
+    k = tiles.k.index(k_stage).reshape([C, w.D])
     if w.D == STRIP:
         # the row warpgroup has split S
         wait_full(count, w.turns.S_full)
@@ -92,10 +94,15 @@ def over_strip(w, place, head, strip, head_stage, count, sums):
     u = beta[:, None] * X
     if place.length < C:
         u = gl.where(is_token[:, None], u, 0.0)
-    v_new = issue_inverse_mma(w, head_stage, zero, u)
+    if strip == 0:
+        wait_full(count // (w.D // STRIP), w.turns.A_full)
+    v_new = issue_inverse_mma(w, zero, u)
     # not with k S: the registers of both, of E and F and of u would be more than there are
     kdS = warpgroup_mma(k, tiles.dS.index(stage), zeros, use_acc=False, is_async=True)
     v_new, kdS = warpgroup_mma_wait(0, deps=(v_new, kdS))
+    if strip == w.D // STRIP - 1:
+        fence_async_shared()
+        arrive(count // (w.D // STRIP), w.turns.A_empty)
     whole = sums.whole + gl.sum(d * v_new, 1)
     leaving = sums.leaving + gl.sum(v_new * kdS, 1)
     w_stage = wait_empty(count, w.turns.w_empty)
@@ -123,17 +130,17 @@ def over_strip(w, place, head, strip, head_stage, count, sums):
 
 
 @gluon.jit
-def issue_inverse_mma(w, head_stage, zero, u):
+def issue_inverse_mma(w, zero, u):
     """Issue u + (A_inv - 1) u as asynchronous MMAs, u rounded; at K = 64 A_inv is split bf16 in registers."""
     parts = w.tiles.parts
     parts.index(zero).store(u.to(gl.bfloat16))
     fence_async_shared()
     if w.D == STRIP:
-        hi, lo = split_bf16(w.tiles.A_inv.index(head_stage).load(ACC_TOKENS))
+        hi, lo = split_bf16(w.tiles.A_inv.index(zero).load(ACC_TOKENS))
         v_new = warpgroup_mma(gl.convert_layout(hi, A_OPERAND), parts.index(zero), u, is_async=True)
         return warpgroup_mma(gl.convert_layout(lo, A_OPERAND), parts.index(zero), v_new, is_async=True)
     else:
-        A_inv = w.tiles.A_inv.index(head_stage)
+        A_inv = w.tiles.A_inv.index(zero)
         return warpgroup_mma(A_inv, parts.index(zero), u, is_async=True)
 
 
@@ -158,13 +165,13 @@ def store_dv(w, place, head, strip, d, gain, mask):
 
 
 @gluon.jit
-def finish_head(w, place, head, stage, count, sums):
+def finish_head(w, place, head, stage, count, sums, k_stage):
     """Scale E and F and publish them; store the gate terms of a head."""
     tiles = w.tiles
     zeros = gl.zeros((C, C), gl.float32, ACC_TOKENS)
     zero = zero_of(count)
     q = tiles.q.index(zero).reshape([C, w.D])
-    k = tiles.k.index(zero).reshape([C, w.D])
+    k = tiles.k.index(k_stage).reshape([C, w.D])
     qk = warpgroup_mma(q, k.permute((1, 0)), zeros, use_acc=False, is_async=True)
     kk = warpgroup_mma(k, k.permute((1, 0)), zeros, use_acc=False, is_async=True)
     # opaque: else masks of pairs are made before the loops, and hold registers in all of them

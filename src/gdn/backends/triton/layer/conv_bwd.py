@@ -11,7 +11,10 @@ in order. Programs own blocks of tokens as in the forward, and each reads W - 1 
 Bytes per token and channel in bf16: 6.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate, chain
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -62,11 +65,30 @@ def _filter_transposed(past, taps, W: tl.constexpr):
     return dx
 
 
+class Part(NamedTuple):
+    """Hold where a strip of channels reads dy: a tensor, its strides, and the first of its channels."""
+
+    ptr: Any
+    b: Any
+    t: Any
+    first: Any
+
+
+@triton.jit
+def _choose_part(channel, part, other):
+    """Return the part that holds this channel; `other` begins after `part`."""
+    is_other = channel >= other.first
+    return Part(
+        tl.where(is_other, other.ptr, part.ptr), tl.where(is_other, other.b, part.b),
+        tl.where(is_other, other.t, part.t), tl.where(is_other, other.first, part.first),
+    )  # fmt: skip
+
+
 @kernel
 def _conv_bwd_kernel(
     x_ptr, weight_ptr, bias_ptr, initial_ptr, cu_seqlens_ptr, dy_ptr, dfinal_ptr, dx_ptr, dinitial_ptr,
-    partial_ptr, x_b, x_t, dy_b, dy_t, D, T, N, initial_n, initial_d, initial_l, dfinal_n, dfinal_d, dfinal_l,
-    tokens, num_blocks,
+    partial_ptr, dk_ptr, dv_ptr, x_b, x_t, dy_b, dy_t, D, T, N, initial_n, initial_d, initial_l, dfinal_n,
+    dfinal_d, dfinal_l, tokens, num_blocks, dk_b, dk_t, k_first, dv_b, dv_t, v_first,
     W: tl.constexpr, SILU: tl.constexpr, U: tl.constexpr, BD: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
     # dx, and partial sums of dweight and dbias; formulas at the top of the file.
@@ -74,9 +96,18 @@ def _conv_bwd_kernel(
     # warps; no PDL. Taps, the last W inputs, the last W of dpre and the sums stay in registers.
     # Reads x and dy once, and W - 1 tokens of the next block; writes dx: 6 bytes per token and channel in
     # bf16. It also writes gradients of held windows, and W + 1 fp32 sums per channel and program.
+    # With dk_ptr and dv_ptr, dy is three tensors, and each strip lies in one of them.
     row, first, channels, is_channel = program_block(D * UNIT, tokens, num_blocks, BD)
     taps = load_taps(weight_ptr, channels, is_channel, W)
     bias = load_bias(bias_ptr, channels, is_channel)
+    if dk_ptr is not None:
+        strip = (tl.program_id(0) % tl.cdiv(D * UNIT, BD)) * BD
+        part = Part(dy_ptr, dy_b, dy_t, k_first * 0)
+        part = _choose_part(strip, part, Part(dk_ptr, dk_b, dk_t, k_first * UNIT))
+        part = _choose_part(strip, part, Part(dv_ptr, dv_b, dv_t, v_first * UNIT))
+        dy_ptr = part.ptr - part.first
+        dy_b = part.b
+        dy_t = part.t
     x_t = x_t.to(tl.int64) * UNIT
     dy_t = dy_t.to(tl.int64) * UNIT
     dx_t = D.to(tl.int64) * UNIT
@@ -159,23 +190,31 @@ class _BackwardPlan:
     gradients: Launch
     add: Launch
     num_blocks: int
+    has_parts: bool  # the kernel reads the parts of dy, which lie in whole strips of channels
 
 
 _plans: PlanCache[_BackwardPlan] = PlanCache()
 
 
 def causal_conv1d_bwd(
-    problem: ConvProblem, dy: Channels, dfinal: ConvState | None
+    problem: ConvProblem, dy: Channels | tuple[Channels, ...], dfinal: ConvState | None
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Return the gradients of x, weight, bias and initial state, each in its tensor's dtype."""
+    """Return the gradients of x, weight, bias and initial state, each in its tensor's dtype.
+
+    dy may be parts of channels: three parts of whole strips are read where they are.
+    """
     if problem.W > MAX_TAPS:
         return eager.BACKEND.causal_conv1d_bwd(problem, dy, dfinal)  # type: ignore[no-any-return]
     p = to_kernel_layout(problem)
-    dy = dy if dy.stride(2) == 1 else dy.contiguous()
+    parts = [x if x.stride(2) == 1 else x.contiguous() for x in (dy if isinstance(dy, tuple) else (dy,))]
+    if len({x.dtype for x in parts}) > 1 or len(parts) not in (1, 3):
+        parts = [torch.cat(parts, -1)]
     initial = drop_empty(p.initial_state)
     with device_guard(p.x.device):
-        key = (conv_key(p), dy.stride(), dy.dtype, layout_key(dfinal))
-        plan = _plans.get(key, lambda: _plan(p, dy, dfinal))
+        key = (conv_key(p), *map(layout_key, parts), layout_key(dfinal))
+        plan = _plans.get(key, lambda: _plan(p, parts, dfinal))
+        if len(parts) > 1 and not plan.has_parts:
+            parts = [torch.cat(parts, -1)]
         dx, dweight = p.x.new_empty(p.x.shape), p.weight.new_empty(p.weight.shape)
         dbias, dinitial = (None if x is None else x.new_empty(x.shape) for x in (p.bias, p.initial_state))
         partial = p.x.new_empty(plan.num_blocks, p.W + 1, p.x.shape[2], dtype=torch.float32)
@@ -185,29 +224,37 @@ def causal_conv1d_bwd(
             p.bias,
             initial,
             p.cu_seqlens,
-            dy,
+            parts[0],
             drop_empty(dfinal),
             dx,
             drop_empty(dinitial),
             partial,
+            *(parts[1:] or (None, None)),
         )
         plan.add(partial, dweight, dbias)
     return dx, dweight, dbias, dinitial
 
 
-def _plan(p: ConvProblem, dy: Tensor, dfinal: Tensor | None) -> _BackwardPlan:
+def _plan(p: ConvProblem, parts: Sequence[Tensor], dfinal: Tensor | None) -> _BackwardPlan:
     B, T, D = p.x.shape
-    unit = unit_of(*p.x.stride()[:2], *dy.stride()[:2], D)
     # registers: 8 channels per thread spill, and so do 4 tokens ahead next to the addresses of states
     unroll = 4 if p.initial_state is None and dfinal is None else 2
     tiling = choose_tiling(p, 4, unroll, max(64, p.W), 1 << 20, machine(p.x.device))
+    firsts = list(accumulate((x.shape[2] for x in parts), initial=0))[1:-1]
+    has_parts = len(parts) > 1 and not any(first % tiling.BD for first in firsts)
+    dy_b, dy_t = parts[0].stride()[:2] if len(parts) == 1 or has_parts else (T * D, D)
+    others = (
+        [(*x.stride()[:2], first) for x, first in zip(parts[1:], firsts, strict=True)] if has_parts else []
+    )
+    unit = unit_of(*p.x.stride()[:2], dy_b, dy_t, D, *chain.from_iterable(others))
     scalars = (
-        *(s // unit for x in (p.x, dy) for s in x.stride()[:2]), D // unit, T, p.N,
+        *(s // unit for s in (*p.x.stride()[:2], dy_b, dy_t)), D // unit, T, p.N,
         *strides_or_zeros(p.initial_state, 3), *strides_or_zeros(dfinal, 3), tiling.tokens, tiling.num_blocks,
+        *(x // unit for x in chain.from_iterable(others or [(0, 0, 0)] * 2)),
     )  # fmt: skip
     constants = {"W": p.W, "SILU": p.activation == "silu", "U": tiling.U, "BD": tiling.BD, "UNIT": unit}
     # one partial sum per block of tokens: long blocks keep them few
     num_blocks = B * tiling.num_blocks
     gradients = Launch(_conv_bwd_kernel, num_blocks * tiling.strips, scalars, constants, tiling.num_warps)
     add = sums.add(num_blocks, p.W + 1, D, (1, p.W))
-    return _BackwardPlan(gradients, add, num_blocks)
+    return _BackwardPlan(gradients, add, num_blocks, has_parts)
