@@ -118,6 +118,7 @@ class DeltaRuleMixer(nn.Module):
                 self.conv1d, sizes, qkv, window, output_final_state=cache is not None, cu_seqlens=cu_seqlens,
                 cu_seqlens_cpu=cu_seqlens_cpu, cp_context=cp_context and cp_context.overlap(gates),
             )  # fmt: skip
+        del qkv  # without a graph, the convolution's input is free during the rule
         rule = fused_recurrent_gated_delta_rule if is_short else chunk_gated_delta_rule
         a, b = gates()
         o, state = rule(
