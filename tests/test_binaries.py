@@ -210,6 +210,92 @@ def test_a_saved_kernel_serves_nothing_else(gpu, monkeypatch, change):
     assert saved.find_binary(add_one(), (torch.zeros(64),)) is not None
 
 
+def delete(folder, pattern):
+    for path in folder.rglob(pattern):
+        path.unlink()
+
+
+def empty_the_index(folder):
+    (folder / saved.ENTRY / saved.INDEX).write_text("")
+
+
+def move(folder):
+    """Leave a copy of the cache, whose groups name files of a folder that is gone."""
+    shutil.move(folder, folder.with_name("elsewhere"))
+    shutil.copytree(folder.with_name("elsewhere"), folder)
+    for path in folder.rglob("__grp__*"):
+        path.write_text(path.read_text().replace(str(folder), str(folder.with_name("gone"))))
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda folder: delete(folder, "_add*.json"),
+        lambda folder: delete(folder, "*.cubin"),
+        empty_the_index,
+        move,
+    ],
+    ids=["no metadata", "no binary", "torn index", "moved"],
+)
+def test_what_a_damaged_cache_lacks_is_compiled(gpu, tmp_path, monkeypatch, damage):
+    """And the folder repairs the cache."""
+    damage(tmp_path / "second")
+    gpu.start_process(monkeypatch)
+    assert not saved.is_saved(add_one(), (torch.zeros(64),))
+    assert saved.find_binary(add_one(), (torch.zeros(64),)) is None
+    gdn.load_kernels(tmp_path / "saved")
+    gpu.start_process(monkeypatch)
+    add_one()(torch.zeros(64))
+    assert gpu.compiled == 0 and len(gpu.loaded) == 1
+
+
+def test_a_cache_that_cannot_be_written_has_no_index(gpu, monkeypatch):
+    def refuse(entry):
+        raise PermissionError(entry)
+
+    gpu.start_process(monkeypatch)
+    monkeypatch.setattr(saved, "_manager", refuse)
+    assert saved.find_binary(add_one(), (torch.zeros(64),)) is None
+
+
+@pytest.mark.parametrize("source", ["same", "edited"])
+def test_only_binaries_of_one_source_are_saved(tmp_path, monkeypatch, source):
+    gpu, before = Gpu(monkeypatch), identity._source_hash()
+    with binaries.separate_cache(tmp_path / "first"):
+        add_one()(torch.zeros(64))
+    monkeypatch.setattr(identity, "_source_hash", lambda: before if source == "same" else source)
+    if source == "same":
+        assert binaries.pack(tmp_path / "first", tmp_path / "saved") == gpu.compiled
+    else:
+        with pytest.raises(ValueError, match="kernels: expected the source that they were compiled from"):
+            binaries.pack(tmp_path / "first", tmp_path / "saved")
+
+
+def test_binaries_that_triton_was_told_to_change_are_not_in_the_index(tmp_path, monkeypatch):
+    Gpu(monkeypatch)
+    with triton.knobs.runtime.scope(), binaries.separate_cache(tmp_path / "first"):
+        triton.knobs.runtime.debug = True
+        add_one()(torch.zeros(64))
+    assert json.loads((tmp_path / "first" / saved.INDEX).read_text())["launches"] == {}
+
+
+@pytest.mark.parametrize("name", ["TRITON_PTXAS_PATH", "TRITON_PTXAS_BLACKWELL_PATH"])
+def test_another_assembler_counts(tmp_path, monkeypatch, name):
+    before = identity._compiler_hash.__wrapped__()
+    (tmp_path / "ptxas").write_text("another assembler")
+    monkeypatch.setenv(name, str(tmp_path / "ptxas"))
+    assert identity._compiler_hash.__wrapped__() != before
+
+
+def test_options_of_the_environment_count(monkeypatch):
+    before = identity._compiler_hash.__wrapped__()
+    options = identity.CUDAOptions
+    monkeypatch.setattr(
+        identity, "CUDAOptions", lambda **given: options(ptx_options="--opt-level 0", **given)
+    )
+    assert identity._compiler_hash.__wrapped__() != before
+
+
 def test_a_launch_of_another_kind_has_another_key():
     x, other = torch.zeros(64), torch.zeros(64, dtype=torch.bfloat16)
 

@@ -5,6 +5,8 @@ Each name here may move or go with a new version of PyTorch. None has a public c
     forward_ad._current_level            the level of forward-mode differentiation, which our operators lack
     _len_torch_dispatch_stack            an active TorchDispatchMode must see an operator, not its parts
     _functorch.peek_interpreter_stack    so must a transform of torch.func
+    _len_torch_function_stack            an active TorchFunctionMode must see the functions of a module
+    _top_saved_tensors_default_hooks     hooks of saved tensors, as of activation checkpointing
     _disabled_torch_dispatch_impl        the mark of tensor subclasses that do not intercept operators
     decompose_custom_triton_ops          True while a compiler asks for the kernels inside an operator
     FunctionalTensor, -Mode              the tensors and the mode of AOTAutograd's trace
@@ -34,6 +36,8 @@ __all__ = [
     "functional_collectives",
     "group_store",
     "group_timeout",
+    "has_function_mode",
+    "has_saved_tensor_hooks",
     "intercepts_operators",
     "is_forward_mode",
     "is_plain",
@@ -45,6 +49,17 @@ __all__ = [
 def is_forward_mode() -> bool:
     """Return True inside forward-mode differentiation."""
     return forward_ad._current_level >= 0
+
+
+def has_function_mode() -> bool:
+    """Return True inside a TorchFunctionMode."""
+    return bool(torch._C._len_torch_function_stack() > 0)
+
+
+def has_saved_tensor_hooks() -> bool:
+    """Return True where hooks replace what autograd saves: checkpointing computes it again later."""
+    autograd: Any = torch._C._autograd
+    return autograd._top_saved_tensors_default_hooks(True) is not None
 
 
 def forward_tangent(x: Tensor) -> Tensor | None:

@@ -36,9 +36,10 @@ def interprets() -> bool:
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
-def ptxas() -> str | None:
-    """Return the assembler in TRITON_PTXAS_PATH, which Triton runs instead of its own, or None."""
-    return os.environ.get("TRITON_PTXAS_PATH") or None
+def assemblers() -> list[str]:
+    """Return the assemblers that Triton runs instead of its own: for Blackwell, and for other GPUs."""
+    names = ("TRITON_PTXAS_BLACKWELL_PATH", "TRITON_PTXAS_PATH")
+    return [path for name in names if (path := os.environ.get(name))]
 
 
 def engines(supported: tuple[str, ...]) -> tuple[str, ...]:

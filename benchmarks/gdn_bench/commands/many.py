@@ -16,8 +16,9 @@ from gdn_bench.results.rows import Row
 from gdn_bench.timing import measure
 
 EXPLAINED = {
-    "ranks": "speedup: one GPU's time with all tokens over that of the ranks; weak: the ranks' time over one "
-    "GPU's with the tokens of a rank; predicted: the cost model's time and its share of the measured one",
+    "ranks": "speedup: gdn's time on one GPU with all tokens over that of the ranks; weak: the ranks' time "
+    "over gdn's on one GPU with the tokens of a rank; predicted: the cost model's time and its share of the "
+    "measured one",
     "links": "one call: mostly the host time of its launch; 8 in a row: launched while the GPU is busy, "
     "without host time; predicted: the time of gdn.distributed.cost for its assumed links, and its share of "
     "the time in a row; latency of a step and bandwidth: those that fit the times in a row best",

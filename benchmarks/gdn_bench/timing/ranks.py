@@ -6,6 +6,7 @@ The ranks meet in a file, so no port is needed. A GPU each with NCCL, or process
 import multiprocessing
 import os
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -142,11 +143,20 @@ def _collect(pipes: dict[Connection, int], limit: float) -> Iterator[Row]:
                 yield value
 
 
+def _end_with_the_parent() -> None:
+    """End this process where its parent was killed: the others would wait for it in a collective."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    wait([parent.sentinel])
+    os._exit(1)
+
+
 def _serve(
     number: int, num_ranks: int, kind: str, store: str, pipe: Connection, work: Work,
     arguments: tuple[Any, ...],
 ) -> None:  # fmt: skip
     """Run `work` as one rank; send its rows, then that it is done or how it failed."""
+    threading.Thread(target=_end_with_the_parent, daemon=True).start()
     try:
         options: dict[str, Any] = {"backend": "gloo"}
         device = torch.device("cpu")

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from gdn._torch_compat import has_function_mode, has_saved_tensor_hooks
 from gdn.ops.library import are_plain, is_autocasting, without_autocast
 
 
@@ -18,7 +19,8 @@ class SharedInput:
     less. Outputs and gradients of weights have the bits of the modules.
 
     The modules themselves are called unless each is an nn.Linear without bias and hooks, in the dtype of x,
-    and x needs a gradient; also under autocast, in a compiled graph and for subclasses of Tensor.
+    and x needs a gradient; also under autocast, in a compiled graph, for subclasses of Tensor, and under
+    checkpointing, whose second forward has to save the same tensors wherever it runs.
     """
 
     def __init__(self, x: Tensor, *modules: nn.Module) -> None:
@@ -81,13 +83,16 @@ def _add_products(dx: Tensor | None, pairs: list[tuple[Tensor, Tensor]]) -> Tens
 def _can_chain(x: Tensor, modules: tuple[nn.Module, ...]) -> bool:
     if not (are_plain(x) and x.requires_grad and torch.is_grad_enabled()) or is_autocasting(x.device):
         return False
+    if has_saved_tensor_hooks() or has_function_mode():
+        return False
     return all(_is_linear(module, x) for module in modules)
 
 
 def _is_linear(module: nn.Module, x: Tensor) -> bool:
     if type(module) is not nn.Linear or not has_own_forward(module) or module.bias is not None:
         return False
-    return are_plain(x, module.weight) and module.weight.dtype == x.dtype
+    weight = module.weight
+    return type(weight) is nn.Parameter and are_plain(x, weight) and weight.dtype == x.dtype
 
 
 def has_own_forward(module: nn.Module) -> bool:

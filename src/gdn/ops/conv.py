@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from gdn import settings
+from gdn._torch_compat import has_saved_tensor_hooks
 from gdn.backends import select
 from gdn.notation import Channels, ConvPool, ConvState, ConvWeight, Index, Mask, Offsets
 from gdn.ops.library import (
@@ -131,7 +132,9 @@ def convolve_and_split(
     """
     context = options.pop("cp_context", None)
     tensors = (x, weight, bias, options.get("initial_state"))
-    if context is not None or not are_plain(*tensors) or not check.records_gradient(*tensors):
+    # checkpointing compares what two forwards save, and the second one may run in another mode
+    is_plain_call = context is None and are_plain(*tensors) and not has_saved_tensor_hooks()
+    if not (is_plain_call and check.records_gradient(*tensors)):
         y, final = causal_conv1d(x, weight, bias, cp_context=context, **options)
         return y.split(sizes, dim=-1), final
     absent = dict.fromkeys(ConvProblem.declaration.names) | {"output_final_state": False}

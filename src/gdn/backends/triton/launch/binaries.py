@@ -32,19 +32,25 @@ def separate_cache(folder: Path) -> Iterator[None]:
     with triton.knobs.cache.scope(), triton.knobs.compilation.scope():
         triton.knobs.cache.dir = str(folder)
         triton.knobs.compilation.store_binary_only = True
+        # before the first kernel is read: its file may be edited meanwhile
+        made_for = identity()
         with record_binaries() as launches:
             yield
-        if launches:
-            (folder / INDEX).write_text(json.dumps(launches))
+        if folder.exists():
+            (folder / INDEX).write_text(json.dumps({"made_for": made_for, "launches": launches}))
 
 
 def pack(cache: Path, folder: Path) -> int:
     """Copy the entries of a cache filled by `separate_cache` to `folder`; return how many binaries there are.
 
-    Raises ValueError for a folder that holds other files: two sets of binaries would be mixed.
+    Raises ValueError for a folder that holds other files: two sets of binaries would be mixed. Also where the
+    source of the kernels has changed since: nobody knows which source a binary is of.
     """
     if folder.exists() and any(folder.iterdir()):
         raise ValueError(f"folder: expected an empty or new one, got files in {folder}")
+    index = json.loads((cache / INDEX).read_text())
+    if index["made_for"] != identity():
+        raise ValueError("kernels: expected the source that they were compiled from, got another; save again")
     entries, count = {}, 0
     for source in sorted(path for path in cache.iterdir() if path.is_dir() and path.name != ENTRY):
         groups = {}
@@ -61,10 +67,8 @@ def pack(cache: Path, folder: Path) -> int:
         entries[source.name] = groups
         count += len(groups)
     folder.mkdir(parents=True, exist_ok=True)
-    index = cache / INDEX
-    launches = json.loads(index.read_text()) if index.exists() else {}
     # those of binaries that an earlier call of the process has compiled are elsewhere
-    launches = {key: x for key, x in launches.items() if x["group"] in entries.get(x["entry"], ())}
+    launches = {key: x for key, x in index["launches"].items() if x["group"] in entries.get(x["entry"], ())}
     manifest = {**identity(), "entries": entries, "launches": launches}
     (folder / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
     return count
@@ -94,7 +98,8 @@ def unpack(folder: Path) -> int:
             there = manager.get_file(file.name)
             paths[file.name] = manager.put(file.read_bytes(), file.name) if there is None else there
         for group, children in groups.items():
-            if manager.get_group(group) is None:
+            # the files of a group that was moved or cleaned are missing
+            if not set(children) <= set(manager.get_group(group) or ()):
                 manager.put_group(group, {child: paths[child] for child in children})
     add_to_cache(manifest["launches"], {name: manifest[name] for name in identity()})
     return sum(map(len, entries.values()))

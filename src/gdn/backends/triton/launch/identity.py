@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 import triton
 from triton._C.libtriton import get_cache_invalidating_env_vars
+from triton.backends.nvidia.compiler import CUDAOptions
 from triton.runtime.cache import triton_key
 
 from gdn import settings
@@ -68,9 +69,11 @@ def _compiler_hash() -> str:
     digest.update("\n".join(listed if is_listed else [triton_key()]).encode())
     digest.update(json.dumps(sizes).encode())
     digest.update(json.dumps(sorted(get_cache_invalidating_env_vars().items())).encode())
-    ptxas = settings.ptxas()
-    if ptxas is not None and Path(ptxas).is_file():
-        digest.update(Path(ptxas).read_bytes())
+    for assembler in map(Path, settings.assemblers()):
+        if assembler.is_file():
+            digest.update(assembler.read_bytes())
+    # options for ptxas and the device library, which may come from the environment as well
+    digest.update(CUDAOptions(arch="").hash().encode())
     return digest.hexdigest()[:16]
 
 

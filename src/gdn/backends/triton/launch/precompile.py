@@ -19,10 +19,10 @@ from triton.compiler import ASTSource
 from gdn.backends.triton.launch.device import device_guard
 from gdn.backends.triton.launch.kernels import INTERPRETED
 from gdn.backends.triton.launch.launches import Step, is_recording
-from gdn.backends.triton.launch.saved import is_saved, record_binary
+from gdn.backends.triton.launch.saved import LOADING, is_saved, record_binary
 
 _compiled_kinds: set[Hashable] = set()
-_COMPILING, _TRACING = RLock(), RLock()
+_TRACING = RLock()
 
 
 def compile_ahead(device: torch.device, kind: Hashable, steps: Callable[[], Iterable[Step]]) -> None:
@@ -34,7 +34,7 @@ def compile_ahead(device: torch.device, kind: Hashable, steps: Callable[[], Iter
     if INTERPRETED or is_recording() or device.type != "cuda" or (device, kind) in _compiled_kinds:
         return
     # one thread at a time (see `_build_launcher`); Triton compiles for the current device
-    with _COMPILING, device_guard(device):
+    with LOADING, device_guard(device):
         if (device, kind) in _compiled_kinds:
             return
         for binary in _compile_all(sorted(steps(), key=lambda step: -step[0].seconds)):

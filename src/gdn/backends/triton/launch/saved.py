@@ -29,7 +29,8 @@ PACKAGE = "gdn.backends."  # the kernels whose source `identity` hashes
 CONSTANTS = (bool, int, float, str, type(None))
 
 Index = dict[str, dict[str, Any]]  # by `launch_key`: where the binary is, and its signature
-_LOCK = RLock()
+# all launchers are modules of one name, which threads may not load side by side
+LOADING = RLock()
 _recorded: Index | None = None  # None: nothing is recorded
 _indices: dict[int, Index] = {}  # by device: GPUs of one machine may differ
 _binaries: dict[tuple[int, str], Any] = {}  # by device and key
@@ -51,7 +52,8 @@ def record_binaries() -> Iterator[Index]:
 
 def record_binary(launch: Any, tensors: tuple[Any, ...], compiled: Any) -> None:
     """Add the binary of a launch to the index that is being recorded, if there is one."""
-    if _recorded is None or compiled is None:
+    # a changed binary is not one for all launches
+    if _recorded is None or compiled is None or not _is_usual():
         return
     key, signature = launch_key(launch, tensors), list(compiled.src.signature.values())
     # nested arguments have no text of their own; no kernel of gdn has them
@@ -71,22 +73,24 @@ def find_binary(launch: Any, tensors: tuple[Any, ...]) -> Any:
     if record is None:
         return None
     place = (torch.cuda.current_device(), f"{record['entry']} {record['group']}")
-    # launchers are modules of one name, which threads may not load side by side
-    with _LOCK:
-        if place not in _binaries:
-            group = _manager(record["entry"]).get_group(record["group"])
-            if group is None:
-                return None
-            source = _source(launch, tensors, record["signature"])
-            compiled = CompiledKernel(source, group, record["entry"])
-            _ = compiled.run  # loads the binary onto the GPU
-            _binaries[place] = compiled
-        return _binaries[place]
+    if place not in _binaries:
+        with LOADING:
+            if place not in _binaries:
+                files = _find_files(record)
+                if files is None:
+                    return None
+                compiled = CompiledKernel(
+                    _source(launch, tensors, record["signature"]), files, record["entry"]
+                )
+                _ = compiled.run  # loads the binary onto the GPU
+                _binaries[place] = compiled
+    return _binaries[place]
 
 
 def is_saved(launch: Any, tensors: tuple[Any, ...]) -> bool:
-    """Return True if the index has the binary of a launch on tensors of these dtypes, all aligned."""
-    return _find_record(launch, tensors) is not None
+    """Return True if the cache has the binary of a launch on tensors of these dtypes, all aligned."""
+    record = _find_record(launch, tensors)
+    return record is not None and _find_files(record) is not None
 
 
 def launch_key(launch: Any, tensors: tuple[Any, ...]) -> str | None:
@@ -143,9 +147,26 @@ def _read_index() -> Index:
 
 
 def _read_file() -> dict[str, Index]:
-    path = _manager(ENTRY).get_file(INDEX)
-    indices: dict[str, Index] = {} if path is None else json.loads(Path(path).read_text())
+    """Return the indices by `name_of`; none where the cache cannot be written, or the file is torn."""
+    try:
+        path = _manager(ENTRY).get_file(INDEX)
+        indices: dict[str, Index] = {} if path is None else json.loads(Path(path).read_text())
+    except (OSError, ValueError):
+        return {}
     return indices
+
+
+def _find_files(record: dict[str, Any]) -> dict[str, str] | None:
+    """Return the files of a binary by name; None where a launch would miss one: Triton compiles it again.
+
+    A group names its files by absolute paths, which do not exist where the cache was moved or cleaned.
+    """
+    try:
+        files: dict[str, str] = _manager(record["entry"]).get_group(record["group"]) or {}
+    except (OSError, ValueError):
+        return None
+    is_whole = record["group"] in files and any(name.endswith(".cubin") for name in files)
+    return files if is_whole else None
 
 
 def _manager(entry: str) -> Any:

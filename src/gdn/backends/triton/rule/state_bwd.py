@@ -92,6 +92,8 @@ def state_bwd_kernel(
     state_place, state_mask = state_pointers(state, ks, vs, K, V, V_FIRST)
     dS = load_state(dfinal_ptr, state_place, state_mask)
     if CHANNELS:
+        # without a token, dS0 is the given gradient, unrounded
+        scale_rest = tl.where(total > 0, scale_rest, 1.0)
         dS *= 1.0 / scale_rest
 
     num_chunks = tl.cdiv(total, C)
