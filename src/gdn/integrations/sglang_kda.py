@@ -183,7 +183,7 @@ def _decode_layer(layer: Any, pool: Any, slots: Tensor, mixed: Any, a: Tensor, b
     """Run one token per request on SGLang's pools; return o [1, B, HV, V].
 
     The model of Kimi K3 offers the gate of its norm on the layer, where the layer has the sizes of SGLang's
-    fused kernel, and applies the norm itself unless it is told that the step did.
+    fused kernel. It applies the norm itself unless the step has set `_k3_onorm_consumed`.
     """
     if pool.replayssm_d is not None or getattr(layer, "_k3_deferred_f_b", False):
         raise NotImplementedError("layer: expected no ReplaySSM rings and a projected gate")

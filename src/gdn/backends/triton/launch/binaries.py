@@ -69,7 +69,7 @@ def pack(cache: Path, folder: Path) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     # those of binaries that an earlier call of the process has compiled are elsewhere
     launches = {key: x for key, x in index["launches"].items() if x["group"] in entries.get(x["entry"], ())}
-    manifest = {**identity(), "entries": entries, "launches": launches}
+    manifest = {**index["made_for"], "entries": entries, "launches": launches}
     (folder / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
     return count
 
@@ -86,7 +86,8 @@ def unpack(folder: Path) -> int:
             f"folder: expected one written by `gdn warmup --save`, got {folder} without {MANIFEST}"
         )
     manifest: dict[str, Any] = json.loads(path.read_text())
-    for name, value in identity().items():
+    here = identity()  # reads the source of all kernels
+    for name, value in here.items():
         if value is not None and manifest.get(name) != value:
             raise ValueError(f"folder: expected kernels for {name} {value}, got {name} {manifest.get(name)}")
     entries: dict[str, dict[str, list[str]]] = manifest["entries"]
@@ -101,7 +102,7 @@ def unpack(folder: Path) -> int:
             # the files of a group that was moved or cleaned are missing
             if not set(children) <= set(manager.get_group(group) or ()):
                 manager.put_group(group, {child: paths[child] for child in children})
-    add_to_cache(manifest["launches"], {name: manifest[name] for name in identity()})
+    add_to_cache(manifest["launches"], {name: manifest[name] for name in here})
     return sum(map(len, entries.values()))
 
 
