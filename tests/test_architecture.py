@@ -29,7 +29,7 @@ MAY_IMPORT = {
     "backends": {"problem", "notation", "settings", "_torch_compat"},
     "ops": {"backends", "problem", "reference", "notation", "settings", "_torch_compat"},
     "distributed": {"ops", "problem", "notation", "settings", "_torch_compat"},
-    "layers": {"ops", "distributed", "problem", "notation"},
+    "layers": {"ops", "distributed", "problem", "notation", "_torch_compat"},
     "integrations": {"layers", "distributed", "ops", "settings"},
     "testing": {"reference"},
     "cli": {"testing", "backends", "integrations", "gdn"},
