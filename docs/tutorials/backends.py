@@ -46,10 +46,10 @@ def on_the_cpu() -> None:
 
 # %% The report of CPU tensors is
 #
-#     asked for: the best that takes it
+#     requested: the first that supports the call
 #        hopper   expected tensors on a CUDA device, got cpu
 #        triton   expected tensors on a CUDA device, got cpu
-#     -> eager    takes it
+#     -> eager    supports it
 #
 # `report.chosen` is the name, `report.refusals` a dictionary of reasons. A call that no backend supports
 # has `chosen` None, and the call itself raises NotImplementedError with the same reasons.
