@@ -99,10 +99,10 @@ def chosen(**sizes: object) -> str:
 
 # %% ## A map of prompts
 #
-# For bf16 heads of 128 x 128 the choice depends on the number and the length of sequences: a model of both
-# backends' times (`backends/hopper/cost.py`) decides. Short prompts of few sequences go to `triton`, long
-# or many ones to `hopper`. fp32 tensors and other head sizes go to `triton`, and head sizes above 256 or
-# fp64 to `eager`.
+# For bf16 heads of 128 x 128 or 64 x 64 the choice depends on the number and the length of sequences: a cost
+# model (`backends/hopper/cost.py`) predicts the times of both backends. Short prompts of few sequences go to
+# `triton`, long or many ones to `hopper`. fp32 tensors and other head sizes go to `triton`, and head sizes
+# above 256 or fp64 to `eager`.
 #
 # ![The backend of a forward by number and length of sequences](backends.svg)
 
