@@ -473,7 +473,7 @@ def test_refusals(error, name, options):
         (ValueError, "out", {"out": X[:, :1]}),
         (ValueError, "out", {"out": X.double()}),
         (ValueError, "x", {"x": X.clone().requires_grad_()}),
-        (NotImplementedError, "no backend takes this problem", {"backend": "hopper"}),
+        (NotImplementedError, "no backend supports this call", {"backend": "hopper"}),
     ],
 )
 def test_update_refusals(error, name, options):

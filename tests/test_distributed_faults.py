@@ -137,7 +137,7 @@ def refused_arguments(rank: int) -> None:
          "ValueError: initial_state: expected shape [N=1, HV=4, K=8, V=8], got [2, 4, 8, 8]"),
         (lambda: call(make(world, exchange="heads", num_tokens=30)),
          "ValueError: exchange: expected at most 2 ranks for 2 key heads, got 3; 'owner' has no such limit"),
-        (lambda: call(context, backend="hopper"), "NotImplementedError: no backend takes this problem"),
+        (lambda: call(context, backend="hopper"), "NotImplementedError: no backend supports this call"),
         (lambda: context.gather_states(torch.zeros(2, 3)),
          f"ValueError: states: expected 1 rows, pieces of rank {rank} in cp_context, got 2"),
         (lambda: context.convert(torch.zeros(10), 0, to=make(world, num_tokens=31)),

@@ -84,8 +84,8 @@ CASES = [
     (packed(torch.tensor([0, 3, 5])) | {"cu_seqlens_cpu": torch.tensor([0, 4, 5])}, ValueError,
      r"cu_seqlens: expected the numbers of cu_seqlens_cpu \[0, 4, 5\], got \[0, 3, 5\]"),
     (call(backend="cuda"), ValueError, "backend: expected None or one of hopper, triton, eager, got 'cuda'"),
-    (call(backend="triton"), NotImplementedError, "no backend takes this problem: triton: "),
-    (call(backend="hopper"), NotImplementedError, "no backend takes this problem: hopper: "),
+    (call(backend="triton"), NotImplementedError, "no backend supports this call: triton: "),
+    (call(backend="hopper"), NotImplementedError, "no backend supports this call: hopper: "),
     (call(cp_context=object()), TypeError,
      "cp_context: expected a gdn.ContextParallel or None, got object"),
 ]  # fmt: skip

@@ -706,7 +706,7 @@ def test_an_unsupported_problem_goes_to_the_originals(monkeypatch):
     logits = model(ids, use_cache=False).logits
 
     def refuse(*args, **kwargs):
-        raise NotImplementedError("no backend takes this problem: eager: not today")
+        raise NotImplementedError("no backend supports this call: eager: not today")
 
     for owner, name in SERVED:
         monkeypatch.setattr(owner, name, refuse)

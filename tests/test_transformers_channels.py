@@ -224,7 +224,7 @@ def test_a_rejected_call_is_left_to_the_original(monkeypatch):
     model, ids = make_model("kimi_linear"), tokens(1, 9)
 
     def refuse(*args, **kwargs):
-        raise NotImplementedError("no backend takes this problem")
+        raise NotImplementedError("no backend supports this call")
 
     with torch.no_grad():
         logits = model(input_ids=ids).logits

@@ -46,10 +46,10 @@ def on_the_cpu() -> None:
 
 # %% The report of CPU tensors is
 #
-#     asked for: the best that takes it
+#     requested: the first that supports the call
 #        hopper   expected tensors on a CUDA device, got cpu
 #        triton   expected tensors on a CUDA device, got cpu
-#     -> eager    takes it
+#     -> eager    supports it
 #
 # `report.chosen` is the name, `report.refusals` a dictionary of reasons. A call that no backend supports
 # has `chosen` None, and the call itself raises NotImplementedError with the same reasons.
@@ -99,10 +99,10 @@ def chosen(**sizes: object) -> str:
 
 # %% ## A map of prompts
 #
-# For bf16 heads of 128 x 128 the choice depends on the number and the length of sequences: a model of both
-# backends' times (`backends/hopper/cost.py`) decides. Short prompts of few sequences go to `triton`, long
-# or many ones to `hopper`. fp32 tensors and other head sizes go to `triton`, and head sizes above 256 or
-# fp64 to `eager`.
+# For bf16 heads of 128 x 128 or 64 x 64 the choice depends on the number and the length of sequences: a cost
+# model (`backends/hopper/cost.py`) predicts the times of both backends. Short prompts of few sequences go to
+# `triton`, long or many ones to `hopper`. fp32 tensors and other head sizes go to `triton`, and head sizes
+# above 256 or fp64 to `eager`.
 #
 # ![The backend of a forward by number and length of sequences](backends.svg)
 

@@ -10,9 +10,9 @@ both with gdn. It runs on a CPU in a second:
 #
 # A state `S` of shape `[K, V]` is a small associative memory: it maps a key of size K to a value of size V.
 # Every token does four things. The state decays by `e^g`. The state is read with the token's key, and the
-# difference to the token's value is the error `d`. A share `beta` of the error is written back under the
-# same key. The query reads the output. This is the *delta rule*: a token corrects the value under its key,
-# it does not add to it.
+# difference between the token's value and what was read is an error. A share `beta` of the error, `d`, is
+# written back under the same key. The output is what the query reads. This is the *delta rule*: a token
+# corrects the value under its key and does not add to it.
 
 import argparse
 from pathlib import Path

@@ -58,7 +58,7 @@ def _select(problem: Named, refuses: Callable[[Backend], Callable[[Any], str | N
         if reason is None:
             return backend
         reasons.append(f"{name}: {reason}")
-    raise NotImplementedError("no backend takes this problem: " + "; ".join(reasons))
+    raise NotImplementedError("no backend supports this call: " + "; ".join(reasons))
 
 
 def select_backward(problem: Problem) -> Backend:
@@ -86,7 +86,7 @@ def other_launches(problem: Problem, kept: torch.dtype | None, pool: Any, name: 
 def other_backward_launches(
     problem: Problem, saved: Saved, do: Tensor, dS: Tensor | None, name: str
 ) -> Iterator[Any]:
-    """Yield the same of the backward: a small one of a kind and a large one may run on two backends."""
+    """Yield their backward launches: a small backward and a large one of a kind may run on two backends."""
     for other in _other_backends(problem, name):
         yield from other.backward_launches(problem, saved, do, dS)
 
@@ -112,11 +112,10 @@ class Report:
     exchange: Any = None
 
     def __str__(self) -> str:
-        asked = f"asked for: {self.asked or 'the best that takes it'}"
-        rows = [asked]
+        rows = [f"requested: {self.asked or 'the first that supports the call'}"]
         for name in ORDER:
             mark = "->" if name == self.chosen else "  "
-            rows.append(f"{mark} {name:8} {self.refusals.get(name, 'takes it')}")
+            rows.append(f"{mark} {name:8} {self.refusals.get(name, 'supports it')}")
         if self.backward is not None:
             rows.append(f"   backward {self.backward}")
         if self.exchange is not None:

@@ -101,7 +101,7 @@ def fused_recurrent_gated_delta_rule(
         channel [B, T, HV, V].
     """
     if gk is not None or gv is not None:
-        raise NotImplementedError("gk, gv: expected None, got a decay per channel (gdn decays whole states)")
+        raise NotImplementedError("gk, gv: expected None, got a tensor (per key channel: g of rank 4)")
     if beta is not None and beta.dim() == v.dim():
         raise NotImplementedError(f"beta: expected shape [B, T, HV], got {list(beta.shape)}")
     gate = dict(zip(GATE, (use_gate_in_kernel, A_log, dt_bias), strict=True))

@@ -52,9 +52,7 @@ def gates(p: Any, dims: dict[str, int]) -> None:
         return
     for name, x in (("a", a), ("b", b), ("A_log", A_log)):
         if x is None and (name != "A_log" or p.lower_bound is None):
-            raise ValueError(
-                f"{name}: expected a tensor, since a and b come together and with A_log; got None"
-            )
+            raise ValueError(f"{name}: expected a tensor (raw logits need a, b and A_log), got None")
     check.decay("a", a, "B T HV", dims)
     check.floating("b", b)
     check.shape("b", b, "B T HV", dims)

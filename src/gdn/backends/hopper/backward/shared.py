@@ -49,7 +49,7 @@ class Outputs:
 
 @struct
 class Tiles:
-    """Hold the shared memory of a CTA: two stages of strips and of heads, one of everything else."""
+    """Hold the shared memory of a CTA: two stages of strips, of heads and of k, one of A_inv and q."""
 
     q: Any
     k: Any
