@@ -26,22 +26,24 @@ ZIGZAG = [(0, 0, 17), (1, 17, 31), (2, 31, 45), (2, 45, 58), (1, 58, 74), (0, 74
 GATES = {"use_gate_in_kernel": True, "use_qk_l2norm_in_kernel": True, "use_beta_sigmoid_in_kernel": True}
 CASES = {
     "contiguous": Sharded({"num_tokens": 90}),
-    "contiguous, chunks of 64 and more": Sharded({"num_tokens": 250}, T=250, B=1, H=3, HV=3),
+    "contiguous, chunks of 64 and more": Sharded({"num_tokens": 250}, T=250, B=1, H=3, HV=3, gate="none"),
     "headtail": Sharded({"order": "headtail", "num_tokens": 90}, options={**GATES, "allow_neg_eigval": True}),
     "unequal, packed": Sharded(
         {"runs": [(0, 0, 31), (1, 31, 84), (2, 84, 90)]}, offsets=(0, 20, 31, 50, 50, 85, 90),
-        options={"state_v_first": True},
+        options={"state_v_first": True}, gate="reset",
     ),
     "packed without a crossing": Sharded({"num_tokens": 90}, offsets=(0, 30, 30, 60, 70, 90)),
     "zigzag, packed": Sharded({"runs": ZIGZAG}, offsets=(0, 0, 12, 40, 90, 90), options=GATES),
-    "zigzag of two rows": Sharded({"runs": ZIGZAG}, B=2, options={"state_v_first": True, "scale": 0.3}),
+    "zigzag of two rows": Sharded({"runs": ZIGZAG}, B=2, options={"state_v_first": True, "scale": 0.3}, gate="strong"),
     "a decay per key channel, headtail": Sharded(
         {"order": "headtail", "num_tokens": 90}, offsets=(0, 20, 90), options={**GATES, "lower_bound": -5.0},
         has_channels=True,
     ),
-    "a decay per key channel, two rows": Sharded({"num_tokens": 90}, B=2, has_channels=True),
+    "a decay per key channel, two rows": Sharded(
+        {"num_tokens": 90}, B=2, has_channels=True, gate="reset"
+    ),
     "two rows": Sharded({"num_tokens": 90}, B=2, absent=("initial_state", "g")),
-    "a run of two tokens": Sharded({"runs": [(0, 0, 50), (1, 50, 52), (2, 52, 90)]}),
+    "a run of two tokens": Sharded({"runs": [(0, 0, 50), (1, 50, 52), (2, 52, 90)]}, gate="slow"),
     "a rank without tokens": Sharded({"runs": [(0, 0, 44), (2, 44, 90)]}, offsets=(0, 70, 90)),
     "a rank without tokens, two rows": Sharded({"runs": [(2, 0, 44), (0, 44, 90)]}, B=2, absent=("beta",)),
     "fewer heads than ranks": Sharded({"num_tokens": 90}, H=1, HV=2, offsets=(0, 8, 90)),

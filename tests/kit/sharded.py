@@ -15,6 +15,16 @@ import gdn
 from gdn import reference
 
 TOKENS = ("q", "k", "v", "g", "beta")
+# log decays, of normal numbers; "strong": M of a run of 30 tokens is 0 in fp32, "reset": every seventh token
+GATES = {
+    "mild": lambda x: torch.nn.functional.logsigmoid(x) / 16,
+    "none": torch.zeros_like,
+    "slow": lambda x: torch.nn.functional.logsigmoid(x) / 1024,
+    "strong": lambda x: -5 - x.abs(),
+    "reset": lambda x: torch.where(
+        (torch.arange(x.shape[1]) % 7 == 3).view(1, -1, *[1] * (x.ndim - 2)), -1e6, x / 16 - 0.5
+    ),
+}
 LIMITS = {torch.float64: 1e-10, torch.float32: 1e-5}
 
 
@@ -33,6 +43,7 @@ class Sharded:
     dtype: torch.dtype = torch.float64
     options: Mapping[str, Any] = field(default_factory=dict)
     has_channels: bool = False  # a decay per key channel
+    gate: str = "mild"  # of GATES; without an effect where gates are computed inside
     absent: tuple[str, ...] = ()  # tensors that are None
 
     @property
@@ -57,11 +68,12 @@ def inputs(p: Sharded) -> tuple[dict[str, Tensor], Tensor, Tensor]:
     if not p.options.get("use_qk_l2norm_in_kernel"):
         x["k"] = torch.nn.functional.normalize(x["k"], dim=-1)
     channels = (p.K,) if p.has_channels else ()
-    x["g"] = draw(p.B, p.T, p.HV, *channels) - 2
+    x["g"] = draw(p.B, p.T, p.HV, *channels)
     if p.options.get("use_gate_in_kernel"):
+        x["g"] -= 2
         x |= {"A_log": draw(p.HV) / 4, "dt_bias": draw(p.HV, *channels) / 4}
     else:
-        x["g"] = torch.nn.functional.logsigmoid(x["g"] + 2) / 16
+        x["g"] = GATES[p.gate](x["g"])
     x["beta"] = draw(p.B, p.T, p.HV)
     if not p.options.get("use_beta_sigmoid_in_kernel"):
         x["beta"] = x["beta"].sigmoid()
