@@ -98,7 +98,8 @@ def without_backward(rank, scaling):
 def test_a_forward_has_a_time_where_the_step_is_refused():
     found = list(starting.run_on_ranks(without_backward, 2, CPU, replace(TOY, exchanges=("gather",))))
     step, forward = (
-        next(row for row in found if row["num_ranks"] == 2 and f" {job}," in row["case"]) for job in ranks.JOBS
+        next(row for row in found if row["num_ranks"] == 2 and f" {job}," in row["case"])
+        for job in ranks.JOBS
     )
     assert "no backward here" in step["failed"] and "ms" not in step
     assert forward["ok"] and forward["ms"] > 0 and "speedup" in forward

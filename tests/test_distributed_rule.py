@@ -19,6 +19,7 @@ from gdn.distributed.table import equal_runs
 from gdn.integrations import fla, fla_cp
 from gdn.ops import borders
 from gdn.reference.layer import causal_conv1d as reference_conv
+from gdn.testing.accuracy import error_limits
 
 pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="PyTorch has no gloo")
 
@@ -34,7 +35,9 @@ CASES = {
     ),
     "packed without a crossing": Sharded({"num_tokens": 90}, offsets=(0, 30, 30, 60, 70, 90)),
     "zigzag, packed": Sharded({"runs": ZIGZAG}, offsets=(0, 0, 12, 40, 90, 90), options=GATES),
-    "zigzag of two rows": Sharded({"runs": ZIGZAG}, B=2, options={"state_v_first": True, "scale": 0.3}, gate="strong"),
+    "zigzag of two rows": Sharded(
+        {"runs": ZIGZAG}, B=2, options={"state_v_first": True, "scale": 0.3}, gate="strong"
+    ),
     "a decay per key channel, headtail": Sharded(
         {"order": "headtail", "num_tokens": 90}, offsets=(0, 20, 90), options={**GATES, "lower_bound": -5.0},
         has_channels=True,
@@ -74,6 +77,19 @@ def compare(rank: int, p: Sharded) -> dict[str, float]:
 def test_ranks_compute_the_reference_recurrence(ranks, name):
     found, *_ = ranks.run(compare, CASES[name])
     assert not found
+
+
+def compare_narrow(rank: int, p: Sharded) -> dict[str, float]:
+    """Return the errors of a case in 16 bits that are above their limits."""
+    limits = error_limits(p.dtype, "random")
+    limits["dinitial_state"] = limits["dh0"]
+    return {name: error for name, error in errors(p, context_of(p, "owner")).items() if error > limits[name]}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", ["unequal, packed", "a decay per key channel, two rows"])
+def test_ranks_compute_in_16_bits(ranks, name, dtype):
+    assert not any(ranks.run(compare_narrow, replace(CASES[name], dtype=dtype)))
 
 
 # of two ranks with one run each, no run passes a state on: N travels alone, and a rank takes it as it is

@@ -26,8 +26,8 @@ AXES = {
     "q": (-2, H), "k": (-2, H), "v": (-2, HV), "z": (-2, HV), "g": (2, HV), "beta": (-1, HV), "a": (-1, HV),
     "b": (-1, HV), "A_log": (0, HV), "dt_bias": (0, HV), "state": (-3, HV), "intermediate": (-3, HV),
     "dst": (-3, HV), "src": (-3, HV), "history_u": (-2, HV), "history_k": (-2, H),
-    "history_G": (-1, HV), "column_scale": (-2, HV), "mixed_qkv": (-1, 0), "conv_state": (-2, 0), "conv_weight": (0, 0),
-    "conv_bias": (0, 0), "o": (-2, HV), "new_state": (-3, HV),
+    "history_G": (-1, HV), "column_scale": (-2, HV), "mixed_qkv": (-1, 0), "conv_state": (-2, 0),
+    "conv_weight": (0, 0), "conv_bias": (0, 0), "o": (-2, HV), "new_state": (-3, HV),
 }  # fmt: skip
 
 

@@ -134,7 +134,7 @@ def measure(rank: Rank, scaling: Scaling) -> Iterator[Row]:
 
 
 def time_graphs(rank: Rank, runs: dict[Way, Run], rounds: int) -> dict[Way, Times]:
-    """Return the times of gdn's calls as CUDA graphs; none on a CPU. FLA promises no graphs of its exchange."""
+    """Return the times of gdn's calls as CUDA graphs; none on a CPU. FLA's exchange promises no graphs."""
     if rank.device.type != "cuda":
         return {}
     graphs = {way: rank.record(run) for way, run in runs.items() if way.provider == "gdn"}

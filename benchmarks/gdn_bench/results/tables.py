@@ -156,11 +156,7 @@ def _ranks(measured: Sequence[Row]) -> Table:
     lines = [
         [
             row["case"] if row["provider"] == "gdn" else f"{row['case']}, {title_of(row['provider'])}",
-            *(
-                text
-                for name in ("", "queued_")
-                for text in (*_scaling(row, name), _predicted(row, name))
-            ),
+            *(text for name in ("", "queued_") for text in (*_scaling(row, name), _predicted(row, name))),
             *_scaling(row, "graph_"),
             f"{row['peak_mb']:.0f}" if "peak_mb" in row else "",
             f"{row['ratio']['fla']:.2f}" if "fla" in row["ratio"] else "",
