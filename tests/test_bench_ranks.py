@@ -44,7 +44,8 @@ def test_ranks_are_timed_beside_one_process(monkeypatch, tmp_path):
     ]
     assert len(ours) == 2 * len(names) and all(row["ms"] > 0 and row["queued_ms"] > 0 for row in ours)
     many = [row for row in ours if row["num_ranks"] == 2]
-    assert all(row["ok"] and set(row["errors"]) == set(ranks.OUTPUTS) for row in many)
+    judged = {"train": set(ranks.OUTPUTS), "forward": {"o"}}
+    assert all(row["ok"] and set(row["errors"]) == judged[row["case"].split()[2][:-1]] for row in many)
     assert all("speedup" in row and "queued_weak" in row for row in many)
     theirs = [row for row in found if row["provider"] == "fla"]
     assert len(theirs) == 2 and all("failed" in row and "ms" not in row for row in theirs)
@@ -83,6 +84,27 @@ def test_what_differs_from_one_process_has_no_time():
     assert all(tables.reason(row)[0] == "wrong" for row in wrong)
 
 
+def without_backward(rank, scaling):
+    """Return rows of ranks whose training step is refused, as FLA refuses its backward."""
+    calls = ranks.bind
+
+    def refuse():
+        raise RuntimeError("no backward here")
+
+    ranks.bind = lambda *given: {**calls(*given), "train": refuse}
+    yield from ranks.measure(rank, scaling)
+
+
+def test_a_forward_has_a_time_where_the_step_is_refused():
+    found = list(starting.run_on_ranks(without_backward, 2, CPU, replace(TOY, exchanges=("gather",))))
+    step, forward = (
+        next(row for row in found if row["num_ranks"] == 2 and f" {job}," in row["case"])
+        for job in ranks.JOBS
+    )
+    assert "no backward here" in step["failed"] and "ms" not in step
+    assert forward["ok"] and forward["ms"] > 0 and "speedup" in forward
+
+
 def fail_on_one(rank):
     if rank.number == 1:
         raise ValueError("this rank fails")
@@ -115,11 +137,12 @@ def test_fit_finds_the_link():
 
 def test_predictions_stand_beside_sizes_of_the_model():
     row = {"ms": 10.0, "queued_ms": 8.0}
+    rank = starting.Rank(0, 2, CPU)
     one, two = (
-        ranks.predict(ranks.Scaling(), ranks.Way("gdn", x, 131072), "train", 2, row)
+        ranks.predict(ranks.Scaling(), ranks.Way("gdn", x, 131072), "train", rank, row)
         for x in ("one GPU", "gather")
     )
     assert 1.7 < one["predicted_ms"] / two["predicted_ms"] < 2
     assert two["queued_predicted"] == pytest.approx(two["queued_predicted_ms"] / 8)
     assert two["predicted_ms"] - two["queued_predicted_ms"] == pytest.approx(2e3 * cost.ONE_CALL.host)
-    assert ranks.predict(TOY, ranks.Way("gdn", "gather", 128), "train", 2, row) == {}
+    assert ranks.predict(TOY, ranks.Way("gdn", "gather", 128), "train", rank, row) == {}

@@ -19,6 +19,7 @@ from gdn.distributed.table import equal_runs
 from gdn.integrations import fla, fla_cp
 from gdn.ops import borders
 from gdn.reference.layer import causal_conv1d as reference_conv
+from gdn.testing.accuracy import error_limits
 
 pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="PyTorch has no gloo")
 
@@ -26,22 +27,26 @@ ZIGZAG = [(0, 0, 17), (1, 17, 31), (2, 31, 45), (2, 45, 58), (1, 58, 74), (0, 74
 GATES = {"use_gate_in_kernel": True, "use_qk_l2norm_in_kernel": True, "use_beta_sigmoid_in_kernel": True}
 CASES = {
     "contiguous": Sharded({"num_tokens": 90}),
-    "contiguous, chunks of 64 and more": Sharded({"num_tokens": 250}, T=250, B=1, H=3, HV=3),
+    "contiguous, chunks of 64 and more": Sharded({"num_tokens": 250}, T=250, B=1, H=3, HV=3, gate="none"),
     "headtail": Sharded({"order": "headtail", "num_tokens": 90}, options={**GATES, "allow_neg_eigval": True}),
     "unequal, packed": Sharded(
         {"runs": [(0, 0, 31), (1, 31, 84), (2, 84, 90)]}, offsets=(0, 20, 31, 50, 50, 85, 90),
-        options={"state_v_first": True},
+        options={"state_v_first": True}, gate="reset",
     ),
     "packed without a crossing": Sharded({"num_tokens": 90}, offsets=(0, 30, 30, 60, 70, 90)),
     "zigzag, packed": Sharded({"runs": ZIGZAG}, offsets=(0, 0, 12, 40, 90, 90), options=GATES),
-    "zigzag of two rows": Sharded({"runs": ZIGZAG}, B=2, options={"state_v_first": True, "scale": 0.3}),
+    "zigzag of two rows": Sharded(
+        {"runs": ZIGZAG}, B=2, options={"state_v_first": True, "scale": 0.3}, gate="strong"
+    ),
     "a decay per key channel, headtail": Sharded(
         {"order": "headtail", "num_tokens": 90}, offsets=(0, 20, 90), options={**GATES, "lower_bound": -5.0},
         has_channels=True,
     ),
-    "a decay per key channel, two rows": Sharded({"num_tokens": 90}, B=2, has_channels=True),
+    "a decay per key channel, two rows": Sharded(
+        {"num_tokens": 90}, B=2, has_channels=True, gate="reset"
+    ),
     "two rows": Sharded({"num_tokens": 90}, B=2, absent=("initial_state", "g")),
-    "a run of two tokens": Sharded({"runs": [(0, 0, 50), (1, 50, 52), (2, 52, 90)]}),
+    "a run of two tokens": Sharded({"runs": [(0, 0, 50), (1, 50, 52), (2, 52, 90)]}, gate="slow"),
     "a rank without tokens": Sharded({"runs": [(0, 0, 44), (2, 44, 90)]}, offsets=(0, 70, 90)),
     "a rank without tokens, two rows": Sharded({"runs": [(2, 0, 44), (0, 44, 90)]}, B=2, absent=("beta",)),
     "fewer heads than ranks": Sharded({"num_tokens": 90}, H=1, HV=2, offsets=(0, 8, 90)),
@@ -72,6 +77,19 @@ def compare(rank: int, p: Sharded) -> dict[str, float]:
 def test_ranks_compute_the_reference_recurrence(ranks, name):
     found, *_ = ranks.run(compare, CASES[name])
     assert not found
+
+
+def compare_narrow(rank: int, p: Sharded) -> dict[str, float]:
+    """Return the errors of a case in 16 bits that are above their limits."""
+    limits = error_limits(p.dtype, "random")
+    limits["dinitial_state"] = limits["dh0"]
+    return {name: error for name, error in errors(p, context_of(p, "owner")).items() if error > limits[name]}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", ["unequal, packed", "a decay per key channel, two rows"])
+def test_ranks_compute_in_16_bits(ranks, name, dtype):
+    assert not any(ranks.run(compare_narrow, replace(CASES[name], dtype=dtype)))
 
 
 # of two ranks with one run each, no run passes a state on: N travels alone, and a rank takes it as it is

@@ -252,7 +252,8 @@ def test_costs_have_the_host_time_of_an_exchange():
 
 
 # ms of 16/32 heads on one GPU with 131,072 and 65,536 tokens, and on two by `gather` and `owner`; None: not
-# kept. Training or forward, one call or 8 in a row: lab entries 2026-11-26-third-gpu-run, -two-gpus-again
+# kept. Training or forward, one call or 8 in a row: lab entries 2026-11-26-third-gpu-run, -two-gpus-again,
+# 2026-11-27-two-gpus-beside-fla
 MEASURED = [
     (True, cost.ONE_CALL, (13.7, None, 7.5, None)),
     (False, cost.ONE_CALL, (3.1, None, 1.89, 1.86)),
@@ -260,6 +261,10 @@ MEASURED = [
     (False, cost.ONE_CALL, (3.149, 1.635, 2.06, 2.14)),
     (True, cost.Machine(), (13.725, 6.882, 7.21, 7.16)),
     (False, cost.Machine(), (2.969, 1.474, 1.58, 1.70)),
+    (True, cost.ONE_CALL, (13.692, 6.931, 7.36, 7.44)),
+    (False, cost.ONE_CALL, (3.120, 1.612, 1.85, 1.91)),
+    (True, cost.Machine(), (13.869, 6.942, 7.22, 7.21)),
+    (False, cost.Machine(), (2.959, 1.483, 1.56, 1.58)),
 ]
 
 

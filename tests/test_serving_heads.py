@@ -13,6 +13,7 @@ from kit.serving import inputs, pool_of, same_bits, step_of
 from torch import Tensor
 
 import gdn
+from gdn.reference.int16 import round_columns
 
 H, HV, K, V, W = 8, 16, 16, 24, 4
 # 8 rows of 2 heads are 16 elements, a vector of AVX-512: PyTorch gives elements of a shorter one other bits
@@ -22,11 +23,11 @@ BF16, F32 = torch.bfloat16, torch.float32
 
 # tensor -> axis of its heads, and the heads of the whole; 0: q | k | v side by side. Others are not split
 AXES = {
-    "q": (-2, H), "k": (-2, H), "v": (-2, HV), "z": (-2, HV), "g": (-1, HV), "beta": (-1, HV), "a": (-1, HV),
+    "q": (-2, H), "k": (-2, H), "v": (-2, HV), "z": (-2, HV), "g": (2, HV), "beta": (-1, HV), "a": (-1, HV),
     "b": (-1, HV), "A_log": (0, HV), "dt_bias": (0, HV), "state": (-3, HV), "intermediate": (-3, HV),
     "dst": (-3, HV), "src": (-3, HV), "history_u": (-2, HV), "history_k": (-2, H),
-    "history_G": (-1, HV), "mixed_qkv": (-1, 0), "conv_state": (-2, 0), "conv_weight": (0, 0),
-    "conv_bias": (0, 0), "o": (-2, HV), "new_state": (-3, HV),
+    "history_G": (-1, HV), "column_scale": (-2, HV), "mixed_qkv": (-1, 0), "conv_state": (-2, 0),
+    "conv_weight": (0, 0), "conv_bias": (0, 0), "o": (-2, HV), "new_state": (-3, HV),
 }  # fmt: skip
 
 
@@ -67,6 +68,16 @@ def arguments(name: str, dtype: torch.dtype) -> dict[str, Any]:
     pool = {"state": pool_of(SLOTS, HV=HV, K=K, V=V), "read_index": slots}
     if name == "decode":
         return x | pool | {"write": "none", "intermediate": pool_of(B, T, HV=HV, K=K, V=V)}
+    if name == "decode of int16":
+        stored, scale = round_columns(pool["state"].mT.double())
+        return x | pool | {"state": stored.mT.contiguous(), "column_scale": scale}
+    if name == "decode per channel":
+        return inputs(B, T, **SIZES, dtype=dtype, is_per_channel=True) | pool
+    if name == "decode_with_history":
+        kept, zeros = history(), torch.zeros(SLOTS)
+        # 0 to 7 places in use: a slot with 7 is folded
+        kept["cursor"] = torch.stack([zeros, torch.arange(SLOTS) % PLACES, zeros], -1).int()
+        return inputs(B, 1, **SIZES, dtype=dtype, raw=True) | pool | kept
     if name == "decode in chunk form":
         return x | pool | {"exact_packet": False}
     if name == "decode_functional":
@@ -91,7 +102,20 @@ def arguments(name: str, dtype: torch.dtype) -> dict[str, Any]:
     return {"dst": pool_of(2, SLOTS, HV=HV, K=K, V=V), "src": pool_of(2, B, T, HV=HV, K=K, V=V)} | rows
 
 
+def decode_int16(state: Tensor, column_scale: Tensor, **x: Any) -> Tensor:
+    return api.decode(state=gdn.Int16Pool(state, column_scale), **x)
+
+
+def decode_with_history(
+    state: Tensor, history_u: Tensor, history_k: Tensor, history_G: Tensor, cursor: Tensor, **x: Any
+) -> Tensor:
+    pool = gdn.HistoryPool(state, history_u, history_k, history_G, cursor)
+    return api.decode_with_history(pool=pool, use_history=True, **x)
+
+
 FUNCTIONS = {
+    "decode of int16": decode_int16, "decode per channel": api.decode,
+    "decode_with_history": decode_with_history,
     "decode": api.decode, "decode in chunk form": api.decode, "decode_functional": api.decode_functional,
     "decode_packed": api.decode_packed, "decode_step": api.decode_step, "prefill": api.prefill,
     "replay_decode": api.replay_decode, "replay_commit": api.replay_commit, "commit": gdn.commit,

@@ -2,7 +2,8 @@
 
 One start serves many functions. The ranks are forked from a server process that has imported torch and gdn
 once and has no threads. They meet in a file, so no port is needed. A function that takes longer than the
-limit ends its rank with the stacks of its threads on stderr. Ranks end when their parent does.
+limit ends its rank with the stacks of its threads on stderr. Ranks end when their parent does. With NCCL
+each rank has a GPU of its own.
 """
 
 import datetime
@@ -30,9 +31,10 @@ class Ranks:
     """Hold the ranks of a process group. `run` calls a function of a test module on each of them.
 
     timeout  seconds of the process group
+    kind     gloo, or nccl
     """
 
-    def __init__(self, num_ranks: int, timeout: float = LIMIT) -> None:
+    def __init__(self, num_ranks: int, timeout: float = LIMIT, kind: str = "gloo") -> None:
         self.num_ranks = num_ranks
         self.is_sound = True  # False: a function failed, and the group may be out of step
         self.folder = tempfile.TemporaryDirectory()
@@ -43,7 +45,7 @@ class Ranks:
         self.pipes, self.processes = [], []
         for rank in range(num_ranks):
             here, there = context.Pipe()
-            arguments = (rank, num_ranks, self.folder.name, timeout, there, list(sys.path))
+            arguments = (rank, num_ranks, kind, self.folder.name, timeout, there, list(sys.path))
             process = context.Process(target=_serve, args=arguments, daemon=True)
             process.start()
             there.close()
@@ -100,16 +102,18 @@ def seconds(number: float) -> datetime.timedelta:
 
 
 @contextmanager
-def started(num_ranks: int, timeout: float = LIMIT) -> Iterator[Ranks]:
+def started(num_ranks: int, timeout: float = LIMIT, kind: str = "gloo") -> Iterator[Ranks]:
     """Yield so many ranks, and end them."""
-    ranks = Ranks(num_ranks, timeout)
+    ranks = Ranks(num_ranks, timeout, kind)
     try:
         yield ranks
     finally:
         ranks.close()
 
 
-def _serve(rank: int, num_ranks: int, folder: str, timeout: float, pipe: Any, path: list[str]) -> None:
+def _serve(
+    rank: int, num_ranks: int, kind: str, folder: str, timeout: float, pipe: Any, path: list[str]
+) -> None:
     """Run the functions that come through the pipe until it says None."""
     sys.path[:] = path
     stderr = open(Path(folder) / f"stderr{rank}", "w")  # noqa: SIM115 - open for the life of the process
@@ -117,7 +121,13 @@ def _serve(rank: int, num_ranks: int, folder: str, timeout: float, pipe: Any, pa
     threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     torch.set_num_threads(1)
     store = dist.FileStore(str(Path(folder) / "store"), num_ranks)
-    dist.init_process_group("gloo", rank=rank, world_size=num_ranks, store=store, timeout=seconds(timeout))
+    options: dict[str, Any] = {}
+    if kind == "nccl":
+        torch.cuda.set_device(rank)
+        options["device_id"] = torch.device("cuda", rank)
+    dist.init_process_group(
+        kind, rank=rank, world_size=num_ranks, store=store, timeout=seconds(timeout), **options
+    )
     pipe.send((True, None))
     while (task := pipe.recv()) is not None:
         function, args, limit = task

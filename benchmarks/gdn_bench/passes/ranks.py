@@ -2,8 +2,9 @@
 
 Outputs and gradients of the ranks are compared first with those of one process on all tokens. Strong scaling
 is the time of one GPU with all tokens over that of the ranks. Weak scaling is the time of the ranks over that
-of one GPU with the tokens of one rank. Each call is timed alone, so that GPUs wait for its launches, and 8 in
-a row, as in the layers of a model. All GPUs compute the rows of one GPU at once, as clocks fall with work.
+of one GPU with the tokens of one rank. Each call is timed alone, so that GPUs wait for its launches, 8 in a
+row, as in the layers of a model, and as a CUDA graph, which no host launches. All GPUs compute the rows of
+one GPU at once, as clocks fall with work.
 """
 
 from collections.abc import Callable, Iterator
@@ -14,14 +15,15 @@ import torch
 
 import gdn
 from gdn.distributed import cost
-from gdn.distributed.explain import local_work
-from gdn.distributed.simulate import H100, simulate
+from gdn.distributed.explain import local_work, work_on
+from gdn.distributed.simulate import simulate
 from gdn.testing.accuracy import error_limits
 from gdn.testing.cases import Case, Lengths
 from gdn.testing.tensors import Inputs, inputs
 from gdn_bench.problems.catalog import MIXED
 from gdn_bench.results import rows
 from gdn_bench.results.rows import Row
+from gdn_bench.timing.measure import Times
 from gdn_bench.timing.ranks import Rank
 
 ONE = "one GPU"
@@ -30,8 +32,10 @@ JOBS = ("train", "forward")
 ARGUMENTS = ("q", "k", "v", "g", "beta")
 OUTPUTS = ("o", "dq", "dk", "dv", "dg", "dbeta")
 BURST = 8
+TIMED = ("", "queued_", "graph_")  # what the fields of a row begin with: one call, 8 in a row, a CUDA graph
 
-Calls = dict[str, Callable[[], tuple[torch.Tensor, ...]]]  # job -> the function that runs it
+Run = Callable[[], tuple[torch.Tensor, ...]]
+Calls = dict[str, Run]  # job -> the function that runs it
 
 
 @dataclass(frozen=True)
@@ -46,7 +50,7 @@ class Scaling:
     dtype      of q, k, v
     exchanges  names of `gdn.ContextParallel`
     providers  gdn, and fla for its context parallelism
-    rounds     times of one call, and of 8 in a row
+    rounds     times of one call or graph, and of 8 in a row
     """
 
     heads: tuple[int, int] = (16, 32)
@@ -86,38 +90,41 @@ def measure(rank: Rank, scaling: Scaling) -> Iterator[Row]:
     R = rank.num_ranks
     totals = dict.fromkeys((scaling.tokens, R * scaling.local))
     alone = dict.fromkeys((scaling.tokens, scaling.tokens // R, scaling.local))
-    verdicts: dict[tuple[str, str], Row] = {}
+    verdicts: dict[tuple[str, str, str], Row] = {}
     ways: dict[Way, Calls] = {}
     for tokens in alone:
         ways[Way("gdn", ONE, tokens)] = gdn_calls(scaling.draw(rank, tokens, rank.number), {})
     for provider, exchange in _kinds(scaling):
-        verdicts[provider, exchange] = verdict = judge(rank, scaling, provider, exchange)
-        if not verdict.get("ok"):
-            way = Way(provider, exchange, scaling.tokens)
-            yield from ({**_head(rank, scaling, job, way), **verdict, "ratio": {}} for job in JOBS)
-            continue
-        for total in totals:
+        found = judge(rank, scaling, provider, exchange)
+        verdicts |= {(job, provider, exchange): verdict for job, verdict in found.items()}
+        right = [job for job, verdict in found.items() if verdict.get("ok")]
+        way = Way(provider, exchange, scaling.tokens)
+        for job in (job for job in JOBS if job not in right):
+            yield {**_head(rank, scaling, job, way), **found[job], "ratio": {}}
+        for total in totals if right else ():
             given = scaling.draw(rank, total // R, rank.number)
-            ways[Way(provider, exchange, total)] = bind(rank, given, provider, exchange, total)
+            calls = bind(rank, given, provider, exchange, total)
+            ways[Way(provider, exchange, total)] = {job: calls[job] for job in right}
     for job in JOBS:
-        runs = {str(i): calls[job] for i, calls in enumerate(ways.values())}
+        runs = {way: calls[job] for way, calls in ways.items() if job in calls}
         one_call = rank.time_in_turn(runs, scaling.rounds[0])
         queued = rank.time_in_turn(runs, scaling.rounds[1], BURST)
+        graphs = time_graphs(rank, runs, scaling.rounds[0])
         measured: dict[Way, Row] = {}
-        for way, one, many, calls in zip(
-            ways, one_call.values(), queued.values(), ways.values(), strict=True
-        ):
+        for way, run in runs.items():
+            one = one_call[way]
             measured[way] = {
                 **_head(rank, scaling, job, way), "ms": 1e3 * one.p50, "p20": 1e3 * one.p20,
-                "p80": 1e3 * one.p80, "runs": one.runs, "queued_ms": 1e3 * many.p50,
-                **verdicts.get((way.provider, way.exchange), {}), "ratio": {},
+                "p80": 1e3 * one.p80, "runs": one.runs, "queued_ms": 1e3 * queued[way].p50,
+                **({"graph_ms": 1e3 * graphs[way].p50} if way in graphs else {}),
+                **verdicts.get((job, way.provider, way.exchange), {}), "ratio": {},
             }  # fmt: skip
-            if (peak := rank.peak_mb(calls[job])) is not None:
+            if (peak := rank.peak_mb(run)) is not None:
                 measured[way]["peak_mb"] = peak
         for way, row in measured.items():
             _add_scaling(row, way, measured, R)
             if way.provider == "gdn":
-                row |= predict(scaling, way, job, R, row)
+                row |= predict(scaling, way, job, rank, row)
         for total in totals:
             # FLA has one exchange, of the bytes of `gather`
             rows.add_ratios(
@@ -126,24 +133,41 @@ def measure(rank: Rank, scaling: Scaling) -> Iterator[Row]:
         yield from measured.values()
 
 
-def judge(rank: Rank, scaling: Scaling, provider: str, exchange: str) -> Row:
-    """Return the verdict on outputs and gradients of all ranks beside one process with all tokens."""
+def time_graphs(rank: Rank, runs: dict[Way, Run], rounds: int) -> dict[Way, Times]:
+    """Return the times of gdn's calls as CUDA graphs; none on a CPU. FLA's exchange promises no graphs."""
+    if rank.device.type != "cuda":
+        return {}
+    graphs = {way: rank.record(run) for way, run in runs.items() if way.provider == "gdn"}
+    return rank.time_in_turn({way: graph.replay for way, graph in graphs.items()}, rounds)
+
+
+def judge(rank: Rank, scaling: Scaling, provider: str, exchange: str) -> dict[str, Row]:
+    """Return the verdict on each job of all ranks beside one process with all tokens.
+
+    A training step is judged by outputs and gradients, a forward by its output: a provider may refuse one of
+    them on a GPU.
+    """
     given = scaling.draw(rank, scaling.tokens, 0)
     expected = gdn_calls(given, {})["train"]()
     context = gdn.ContextParallel(rank.group)
     mine = {name: context.shard(x, 1) for name, x in given.tensors.items()}
     local = replace(given, tensors=mine, do=context.shard(given.do, 1))
-    try:
-        outputs = bind(rank, local, provider, exchange, scaling.tokens)["train"]()
-    except (ImportError, ValueError, RuntimeError) as error:
-        return {"failed": f"{type(error).__name__}: {error}"[:300]}
-    errors = rank.largest([_distance(x, context.shard(y, 1)) for x, y in zip(outputs, expected, strict=True)])
     limits = error_limits(getattr(torch, scaling.dtype), "random")
-    shares = [error / limits[name] for name, error in zip(OUTPUTS, errors, strict=True)]
-    return {
-        "ok": max(shares) <= 1, "error": max(errors), "errors": dict(zip(OUTPUTS, errors, strict=True)),
-        "share_of_limit": max(shares),
-    }  # fmt: skip
+    verdicts: dict[str, Row] = {}
+    for job in JOBS:
+        try:
+            outputs = bind(rank, local, provider, exchange, scaling.tokens)[job]()
+        except (ImportError, ValueError, RuntimeError) as error:
+            verdicts[job] = {"failed": f"{type(error).__name__}: {error}"[:300]}
+            continue
+        pairs = zip(outputs, expected[: len(outputs)], strict=True)
+        found = rank.largest([_distance(x, context.shard(y, 1)) for x, y in pairs])
+        errors = dict(zip(OUTPUTS, found, strict=False))
+        share = max(error / limits[name] for name, error in errors.items())
+        verdicts[job] = {
+            "ok": share <= 1, "error": max(found), "errors": errors, "share_of_limit": share,
+        }  # fmt: skip
+    return verdicts
 
 
 def bind(rank: Rank, given: Inputs, provider: str, exchange: str, tokens: int) -> Calls:
@@ -187,21 +211,20 @@ def _calls(given: Inputs, rule: Callable[..., torch.Tensor]) -> Calls:
     return {"train": train, "forward": forward}
 
 
-def predict(scaling: Scaling, way: Way, job: str, num_ranks: int, row: Row) -> Row:
+def predict(scaling: Scaling, way: Way, job: str, rank: Rank, row: Row) -> Row:
     """Return the cost model's times of one call and in a row, and their shares of the measured ones.
 
     No fields where the model of local work does not hold: other sizes than K = V = 128, or fp32.
     """
     width = getattr(torch, scaling.dtype).itemsize
     form = cost.Form(*scaling.heads, scaling.size, scaling.size, way.tokens, width)
-    R = 1 if way.exchange == ONE else num_ranks
-    if local_work(form, way.tokens // R) is None:
+    R, device = 1 if way.exchange == ONE else rank.num_ranks, rank.device
+    if local_work(form, way.tokens // R, device) is None:
         return {}
-    work = H100 if "H100" in (torch.cuda.get_device_name() if torch.cuda.is_available() else "") else None
     fields: Row = {}
     for name, machine in (("", cost.ONE_CALL), ("queued_", cost.Machine())):
         timeline = simulate(
-            form, [way.tokens // R] * R, machine, work, exchange=None if R == 1 else way.exchange,
+            form, [way.tokens // R] * R, machine, work_on(device), exchange=None if R == 1 else way.exchange,
             has_backward=job == "train",
         )  # fmt: skip
         fields[f"{name}predicted_ms"] = 1e3 * timeline.end
@@ -213,7 +236,7 @@ def _add_scaling(row: Row, way: Way, measured: dict[Way, Row], num_ranks: int) -
     """Add strong and weak scaling to a row of several ranks, where one GPU was timed at that size."""
     if way.exchange == ONE:
         return
-    for name in ("", "queued_"):
+    for name in (name for name in TIMED if f"{name}ms" in row):
         if one := measured.get(Way("gdn", ONE, way.tokens)):
             row[f"{name}speedup"] = one[f"{name}ms"] / row[f"{name}ms"]
         if one := measured.get(Way("gdn", ONE, way.tokens // num_ranks)):

@@ -156,25 +156,27 @@ def _ranks(measured: Sequence[Row]) -> Table:
     lines = [
         [
             row["case"] if row["provider"] == "gdn" else f"{row['case']}, {title_of(row['provider'])}",
-            *(
-                text
-                for name in ("", "queued_")
-                for text in (
-                    format_time(row[f"{name}ms"]),
-                    f"{row[f'{name}speedup']:.2f}x" if f"{name}speedup" in row else "",
-                    f"{row[f'{name}weak']:.3f}" if f"{name}weak" in row else "",
-                    _predicted(row, name),
-                )
-            ),
+            *(text for name in ("", "queued_") for text in (*_scaling(row, name), _predicted(row, name))),
+            *_scaling(row, "graph_"),
             f"{row['peak_mb']:.0f}" if "peak_mb" in row else "",
             f"{row['ratio']['fla']:.2f}" if "fla" in row["ratio"] else "",
             _error(row.get("error", "")),
         ]
         for row in measured
     ]
-    of_times = ("speedup", "weak", "predicted")
-    columns = ["", "one call", *of_times, "8 in a row", *of_times, "MB a rank", "FLA / gdn", "error"]
-    return Table(columns, lines)
+    scaling = ("speedup", "weak")
+    of_times = (*scaling, "predicted")
+    times = ["one call", *of_times, "8 in a row", *of_times, "CUDA graph", *scaling]
+    return Table(["", *times, "MB a rank", "FLA / gdn", "error"], lines)
+
+
+def _scaling(row: Row, name: str) -> tuple[str, ...]:
+    """Return a time, its strong and its weak scaling."""
+    return (
+        format_time(row[f"{name}ms"]) if f"{name}ms" in row else "",
+        f"{row[f'{name}speedup']:.2f}x" if f"{name}speedup" in row else "",
+        f"{row[f'{name}weak']:.3f}" if f"{name}weak" in row else "",
+    )
 
 
 def _links(measured: Sequence[Row]) -> Table:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import distributed as dist
@@ -22,6 +22,7 @@ from gdn_bench.results.rows import Row
 from gdn_bench.timing import measure
 
 CLOCK = 2e9  # cycles per second of a GPU, about
+Name = TypeVar("Name")
 LIMIT = 300.0  # seconds without a row after which the ranks are ended: kernels compile at first
 
 
@@ -46,9 +47,22 @@ class Rank:
         dist.all_reduce(x, dist.ReduceOp.MAX)
         return x.tolist()  # type: ignore[no-any-return]
 
+    def record(self, run: Callable[[], Any]) -> torch.cuda.CUDAGraph:
+        """Return a CUDA graph of a call. All ranks record together, and replay together."""
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            run()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        # thread_local: NCCL's own thread asks for events while this one records
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            run()
+        return graph
+
     def time_in_turn(
-        self, runs: Mapping[str, Callable[[], Any]], rounds: int, burst: int = 1, ahead: float = 0.0
-    ) -> dict[str, measure.Times]:
+        self, runs: Mapping[Name, Callable[[], Any]], rounds: int, burst: int = 1, ahead: float = 0.0
+    ) -> dict[Name, measure.Times]:
         """Return times of functions that are called in turn, each on all ranks at once: the slowest rank's.
 
         burst: calls in a row, whose mean counts: the host then runs ahead of a GPU, as in the layers of a

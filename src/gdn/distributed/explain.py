@@ -4,9 +4,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from gdn.distributed import calls, cost, heads
 from gdn.distributed.cost import Form, Machine, Times
-from gdn.distributed.simulate import Work
+from gdn.distributed.simulate import H100, Work
 from gdn.problem import Problem
 
 if TYPE_CHECKING:
@@ -69,7 +71,7 @@ def explain(context: "ContextParallel", arguments: Mapping[str, Any]) -> tuple[P
         R,
         times,
         received(form, R, chosen, machine, slots),
-        local_work(form, max(plan.table.num_local) * plan.batch),
+        local_work(form, max(plan.table.num_local) * plan.batch, problem.q.device),
     )
 
 
@@ -87,11 +89,17 @@ def received(form: Form, R: int, exchange: str, machine: Machine, num_runs: int)
     return Times(*[cost.heads_bytes(form, R)] * 2)
 
 
-def local_work(form: Form, num_tokens: int) -> Times | None:
+def work_on(device: torch.device) -> Work:
+    """Return the model of local work on a device: an H100's, or else an H200's."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+    return H100 if "H100" in name else Work()
+
+
+def local_work(form: Form, num_tokens: int, device: torch.device) -> Times | None:
     """Return the seconds of forward and backward of so many tokens, or None where there is no model."""
     if (form.K, form.V, form.width) != (128, 128, 2):
         return None
-    *forward, begin, finish = Work().halves(form, num_tokens)
+    *forward, begin, finish = work_on(device).halves(form, num_tokens)
     return Times(sum(forward), begin + finish)
 
 
