@@ -1,5 +1,6 @@
 """Train on a GPU with the Gluon backward: drawn problems, every option, bits, graphs, compilers, autocast."""
 
+import copy
 import os
 import random
 from dataclasses import replace
@@ -399,6 +400,43 @@ def test_graphed_callables():
     graphed = torch.cuda.make_graphed_callables(call, tuple(sample))
     found = [y.clone() for y in gradients_of(graphed, x)]
     assert equal_bits(found, gradients_of(call, x))
+
+
+@trains
+def test_a_recorded_step_with_its_optimizer_trains_as_eager_mode():
+    """A CUDA graph of forward, backward and Adam changes the parameters of a layer as steps one by one do."""
+    torch.manual_seed(0)
+    layer = gdn.GatedDeltaNet(256, 2, 4, 128, 128).to("cuda", torch.bfloat16)
+    twin, before = copy.deepcopy(layer), copy.deepcopy(layer)
+    batches = torch.randn(4, 2, 300, 256, device="cuda", dtype=torch.bfloat16)
+    hidden = batches[0].clone()
+
+    def step_of(model):
+        optimizer = torch.optim.Adam(model.parameters(), lr=1e-3, capturable=True, foreach=False)
+
+        def step():
+            optimizer.zero_grad(set_to_none=True)
+            model(hidden).square().mean().backward()
+            optimizer.step()
+
+        return step
+
+    recorded, plain = step_of(layer), step_of(twin)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        recorded()
+    torch.cuda.current_stream().wait_stream(stream)
+    plain()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        recorded()
+    for batch in batches[1:]:
+        hidden.copy_(batch)
+        graph.replay()
+        plain()
+    assert equal_bits(layer.parameters(), twin.parameters())
+    assert not any(torch.equal(x, y) for x, y in zip(layer.parameters(), before.parameters(), strict=True))
 
 
 @trains

@@ -9,6 +9,7 @@ from inspect import signature
 import pytest
 import torch
 from torch.nn import functional as F
+from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -334,6 +335,19 @@ def test_modes_around_one_pass_of_a_checkpointed_layer(is_counted):
         y.sum().backward()
     (expected,) = torch.autograd.grad(layer(hidden).sum(), hidden)
     assert largest_error(hidden.grad, expected) < 1e-6
+
+
+def test_a_checkpoint_keeps_nothing_that_it_can_compute_again():
+    layer, hidden = build(), torch.randn(2, 300, SIZES["hidden_size"], requires_grad=True)
+
+    def kept(call):
+        """Return the bytes that are still held after a forward, over those of its output."""
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+            y = call()
+        return sum(event.self_cpu_memory_usage for event in seen.events()) / y.nbytes
+
+    assert kept(lambda: checkpoint(layer, hidden, use_reentrant=False)) < 1.2
+    assert kept(lambda: layer(hidden)) > 5, "what counts can count"
 
 
 def test_module():

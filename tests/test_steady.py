@@ -183,7 +183,7 @@ def day(name, steps, device):
     slots, draw = table[..., 0], lambda low, high, *shape: torch.randint(low, high, (steps, ROWS, *shape))
     states = lambda *lead: pool_of(*lead, HV=4, K=32, V=32)  # noqa: E731
     pool = {"state": states(count)}
-    x = moved(inputs(ROWS, 1 if name == "one token" else T, **sizes, dtype=BF16), device)
+    x = moved(inputs(ROWS, 1 if name in ("one token", "history") else T, **sizes, dtype=BF16), device)
 
     def decode(w, at, **options):
         api.decode(**x, **w, **at, **options)
@@ -199,6 +199,12 @@ def day(name, steps, device):
         api.replay_decode(**x, **w, read_index=at["index"])
         layer = {key: w[key][None] for key in ("state", "history_u", "history_k", "history_G")}
         api.replay_commit(**layer, cursor=w["cursor"], **at, room=T)
+
+    def append(w, at):
+        """Add a token to the history of each row; a history of 8 places is folded at its eighth token."""
+        names = ("state", "history_u", "history_k", "history_G", "cursor")
+        kept = gdn.HistoryPool(*(w[key] for key in names))
+        api.decode_with_history(**x, **at, pool=kept, out=w["out"], use_history=True)
 
     kept = {"intermediate": states(ROWS, T)}
     tree = {"intermediate_row": torch.rand(steps, ROWS).argsort(1), "step": draw(-1, T + 1)}
@@ -228,12 +234,16 @@ def day(name, steps, device):
             "P4": (verify, pool | kept, tree | {"parent": draw(-2, T, T)}),
             "P5": (replay, pool | past, {"index": slots, "accepted": draw(-1, T + 2)}),
             "P6": (decode, pool, {"read_index": slots, "write_index": table[..., 1]}),
+            "history": (
+                append, pool | past | {"cursor": torch.zeros(count, 3, dtype=torch.int32)},
+                {"read_index": slots},
+            ),
         }[name]  # fmt: skip
     out = torch.zeros(ROWS, 4, 32) if name == "step" else torch.zeros(x["v"].shape)
     return Day(found, moved(written | {"out": out.to(BF16)}, device), moved(indices, device))
 
 
-DAYS = ["one token", "rows of any length", "P1", "P2", "P3", "P4", "P5", "P6", "step"]
+DAYS = ["one token", "rows of any length", "P1", "P2", "P3", "P4", "P5", "P6", "history", "step"]
 
 
 def strays(name, steps, device, follows=True):
