@@ -95,12 +95,12 @@ def measure(rank: Rank, scaling: Scaling) -> Iterator[Row]:
     for tokens in alone:
         ways[Way("gdn", ONE, tokens)] = gdn_calls(scaling.draw(rank, tokens, rank.number), {})
     for provider, exchange in _kinds(scaling):
-        found = judge(rank, scaling, provider, exchange)
-        verdicts |= {(job, provider, exchange): verdict for job, verdict in found.items()}
-        right = [job for job, verdict in found.items() if verdict.get("ok")]
+        judged = judge(rank, scaling, provider, exchange)
+        verdicts |= {(job, provider, exchange): verdict for job, verdict in judged.items()}
+        right = [job for job, verdict in judged.items() if verdict.get("ok")]
         way = Way(provider, exchange, scaling.tokens)
         for job in (job for job in JOBS if job not in right):
-            yield {**_head(rank, scaling, job, way), **found[job], "ratio": {}}
+            yield {**_head(rank, scaling, job, way), **judged[job], "ratio": {}}
         for total in totals if right else ():
             given = scaling.draw(rank, total // R, rank.number)
             calls = bind(rank, given, provider, exchange, total)
@@ -161,11 +161,11 @@ def judge(rank: Rank, scaling: Scaling, provider: str, exchange: str) -> dict[st
             verdicts[job] = {"failed": f"{type(error).__name__}: {error}"[:300]}
             continue
         pairs = zip(outputs, expected[: len(outputs)], strict=True)
-        found = rank.largest([_distance(x, context.shard(y, 1)) for x, y in pairs])
-        errors = dict(zip(OUTPUTS, found, strict=False))
+        distances = rank.largest([_distance(x, context.shard(y, 1)) for x, y in pairs])
+        errors = dict(zip(OUTPUTS, distances, strict=False))
         share = max(error / limits[name] for name, error in errors.items())
         verdicts[job] = {
-            "ok": share <= 1, "error": max(found), "errors": errors, "share_of_limit": share,
+            "ok": share <= 1, "error": max(distances), "errors": errors, "share_of_limit": share,
         }  # fmt: skip
     return verdicts
 
