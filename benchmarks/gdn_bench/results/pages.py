@@ -24,12 +24,12 @@ ABOUT = {
     "decode": "one token for B rows, states in a pool, gates and l2norm inside, 16/32 heads",
     "step": "a layer's step for B rows, convolution, decode and gated norm, 16/32 heads",
     "spec": "T tokens for B rows, verified in the ways of measuring.md; 16/32 heads",
-    "stages": "forward, stage by stage, on PTO's shape and its GVA set; what is inside a time stands below",
+    "stages": "forward, stage by stage, on PTO's shape and its GVA set; what times include is noted below",
     "layer": "the whole layer, forward and backward",
-    "e2e": "a random-weight model in Transformers: prompt x tokens written",
+    "e2e": "a model with random weights in Transformers: prompt + generated tokens",
     "ranks": "one long sequence on several GPUs beside one, bf16, K = V = 128",
     "links": "collectives and exchanges of states between GPUs",
-    "host": "host time of an eager call",
+    "host": "host time of a call launched from Python",
     "cold": "a new process with empty caches",
     "accuracy": "relative RMS error against the reference in fp64",
     "cpu": "fp32, 16 heads of 128 x 128",
@@ -137,10 +137,11 @@ def page(
     text = [
         "# Results", "",
         f"Made by `gdn bench plot` from {made_from} (`benchmarks/results/`), not by hand.",
-        "How a number comes about: [measuring.md](measuring.md). A ratio is a peer's time over ours in the",
-        "same run: above 1, ours is faster. Where peers were timed beside one commit in several runs, ours",
-        "is of the last one, and a peer's time is its ratio times that; one last timed beside an older",
-        "commit stands with that commit.", "",
+        "[Measuring](measuring.md) says how each number is measured. A ratio is the other library's time",
+        "over gdn's in the same run: above 1, gdn is faster. If libraries were timed beside one commit of",
+        "gdn in several runs, gdn's time is that of the last run, and another library's time is its ratio",
+        "multiplied by that. If a library was last timed beside an older commit, its line names that commit.",
+        "",
         f"All rows, one page for each pass: {links}.", "",
     ]  # fmt: skip
     for one in results:
@@ -165,8 +166,8 @@ def pass_pages(results: Iterable[Results]) -> dict[str, str]:
                 f"# Results of {job}", "",
                 f"`{job}`: {about}.", "",
                 "Made by `gdn bench plot`, not by hand. [All results](../results.md) says what a ratio is.",
-                "Limit: the share of what bytes and products allow at the highest rates seen on that GPU.",
-                "MB: the most that a call allocates beyond its inputs.", "",
+                "Limit: the speed as a share of the roofline (the highest HBM and MMA rates measured there).",
+                "MB: the most memory that a call allocates beyond its inputs.", "",
             ]  # fmt: skip
             texts[job] = "\n".join([*head, *lines]).rstrip() + "\n"
     return texts

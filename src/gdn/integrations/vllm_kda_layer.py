@@ -1,8 +1,8 @@
 """Build layer classes for vLLM's own registry from its layers with a decay per key channel (KDA).
 
 vLLM 0.33.0 has a class for Kimi-Linear, one for Kimi K3, one for GLM-5.3-Flash and one for Ling-3.0, and each
-calls kernels of its own. Ours are subclasses that run a step by the functions of `vllm_layer`, so no copy
-is called: one convolution for q, k and v, both gates inside the kernel, and prompts in place on the pool.
+calls kernels of its own. Ours are subclasses that run a step by the functions of `vllm_layer` and by none of
+these kernels: one convolution for q, k and v, both gates inside the kernel, and prompts in place on the pool.
 """
 
 import dataclasses
