@@ -221,8 +221,8 @@ def check_next_token(p: Problem, held: Sequence[Tensor | None]) -> None:
     for name, before in zip(("q", "k", "v", "g", "beta"), held, strict=False):
         old, new = (None if x is None else (*x.shape[2:], x.dtype) for x in (before, getattr(p, name)))
         if old != new:
-            old, new = ("None" if x is None else f"[B, 1, {', '.join(map(str, x))}]" for x in (old, new))
-            raise ValueError(f"{name}: expected {old} as in the calls before, got {new}")
+            wanted, got = ("None" if x is None else f"[B, 1, {', '.join(map(str, x))}]" for x in (old, new))
+            raise ValueError(f"{name}: expected {wanted} as in the calls before, got {got}")
 
 
 def host_offsets(
