@@ -30,7 +30,7 @@ MAY_IMPORT = {
     "ops": {"backends", "problem", "reference", "notation", "settings", "_torch_compat"},
     "distributed": {"ops", "problem", "notation", "settings", "_torch_compat"},
     "layers": {"ops", "distributed", "problem", "notation", "_torch_compat"},
-    "integrations": {"layers", "distributed", "ops", "settings"},
+    "integrations": {"layers", "distributed", "ops", "settings", "_torch_compat"},
     "testing": {"reference"},
     "cli": {"testing", "backends", "integrations", "gdn"},
     "__main__": {"cli"},

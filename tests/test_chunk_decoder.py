@@ -136,6 +136,49 @@ def test_a_row_does_not_depend_on_the_others():
     assert decoder.decode(q[:, :1], k[:, :1], v[:, :1]).isfinite().all() and decoder.count.tolist() == [3, 3]
 
 
+@pytest.mark.parametrize("dtypes", [(torch.bfloat16, torch.float32), (torch.float32, torch.float64)], ids=str)
+def test_a_state_of_fewer_bits(dtypes):
+    """The decoder holds states in the dtype that the rule has between chunks, whatever it starts from."""
+    first, dtype = dtypes
+    state, x = torch.randn(2, 2, 16, 16).to(first), [torch.randn(2, 66, 2, 16, dtype=dtype) for _ in range(3)]
+    options = {"use_qk_l2norm_in_kernel": True, "backend": "eager"}
+    o, _ = gdn.chunk_gated_delta_rule(*x, initial_state=state, **options, batch_invariant=True)
+    decoder = gdn.ChunkDecoder(state, **options)
+    parts = [decoder.prefill(*(y[:, :64] for y in x))]
+    parts += [decoder.decode(*(y[:, i : i + 1] for y in x)) for i in (64, 65)]
+    assert same_bits(torch.cat(parts, 1), o) and decoder.state.dtype == dtype
+
+
+def test_tokens_that_do_not_go_on_change_nothing():
+    """A gate that comes or goes, other rows, heads, dtypes and lengths are errors; the row goes on."""
+    q, k, v = torch.randn(3, 2, 70, 2, 16).unbind()
+    gates = {"g": -torch.rand(2, 70, 2), "beta": torch.rand(2, 70, 2)}
+    o, _ = gdn.chunk_gated_delta_rule(q, k, v, **gates, use_qk_l2norm_in_kernel=True, batch_invariant=True)
+    whole = {"q": q, "k": k, "v": v, **gates}
+    decoder = gdn.ChunkDecoder(torch.zeros(2, 2, 16, 16), use_qk_l2norm_in_kernel=True)
+    for name, wrong, match in (
+        ("beta", gates["beta"].long(), "beta: expected a tensor of float16"),
+        ("g", gates["g"][:, :60], "g: expected shape"),
+        ("cu_seqlens", torch.tensor([0, 70]), "q: expected B=1 with cu_seqlens"),
+    ):
+        with pytest.raises((TypeError, ValueError), match=match):
+            decoder.prefill(**{**whole, name: wrong})
+    first = decoder.prefill(**{name: x[:, :68] for name, x in whole.items()})
+    token = {name: x[:, 68:69] for name, x in whole.items()}
+    for change, match in (
+        ({"g": None}, r"g: expected \[B, 1, 2, torch.float32\] as in the calls before, got None"),
+        ({"beta": None}, "beta: expected"),
+        ({"v": token["v"][:, :, :1]}, "v: expected HV to be a multiple|v: expected"),
+        ({name: x.bfloat16() for name, x in token.items()}, "q: expected .*torch.float32"),
+        ({name: x[:1] for name, x in token.items()}, "initial_state: expected shape"),
+        ({name: x[:, :64] for name, x in whole.items()}, "q: expected one token a row"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            decoder.decode(**token | change)
+    rest = [decoder.decode(**{name: x[:, i : i + 1] for name, x in whole.items()}) for i in (68, 69)]
+    assert same_bits(torch.cat([first, *rest], 1), o)
+
+
 def test_refusals():
     """Refuse a backend whose chunks are not causal bit by bit, and rows that do not fit the state."""
     state, x = torch.zeros(2, 2, 16, 16), torch.zeros(2, 3, 2, 16)

@@ -415,10 +415,16 @@ def test_a_pool_of_layers():
     x.cursor[:] = 7
     one = x[1]
     assert one.room == 4 and one.state.data_ptr() == x.state[1].data_ptr()
-    x.reset(torch.tensor([2, -1, SLOTS, 5]))
+    index = torch.tensor([2, -1, SLOTS, 5])
+    x.reset(index)
     assert x.cursor[:, [2, 5]].count_nonzero() == 0 and bool((x.cursor[:, [0, 1, 3, 4]] == 7).all())
     one.reset(torch.tensor([0]))
     assert x.cursor[:, 0, 0].tolist() == [7, 0, 7]
+    # a mask is no list of slots
+    for wrong, kind in ((torch.zeros(SLOTS, dtype=torch.bool), TypeError), (index[:, None], ValueError)):
+        with pytest.raises(kind, match="index: expected"):
+            x.reset(wrong)
+    assert x.cursor[0, 1].tolist() == [7, 7, 7]
 
 
 def test_cursors_out_of_range_are_clamped(backend, device):

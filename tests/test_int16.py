@@ -170,6 +170,23 @@ def test_rounding_is_that_of_the_reference():
     assert ((back - states).abs() <= limit * (1 + 1e-6) + 2.0**-100)[finite].all()
 
 
+@pytest.mark.parametrize("slots", [(2, -1, 5, 0), (5, -3, 7, -1)], ids=["some", "none"])
+def test_slots_outside_a_pool_are_skipped(slots):
+    """A slot below 0 or past the pool reads as zeros and is not written, as in the functions on a pool."""
+    pool = gdn.allocate_int16_pool(5, num_v_heads=4, head_k_dim=16, head_v_dim=24)
+    pool.write(torch.arange(5), torch.randn(5, 4, 16, 24))
+    before, states, index = copy(pool), torch.randn(4, 4, 16, 24), torch.tensor(slots)
+    pool.write(index, states)
+    for slot in range(5):
+        if slot in slots:
+            assert error(pool.read(torch.tensor([slot]))[0], states[slots.index(slot)]) < 2e-5
+        else:
+            assert same_bits(pool.state[slot], before.state[slot])
+            assert same_bits(pool.column_scale[slot], before.column_scale[slot])
+    found = pool.read(index).flatten(1).any(1)
+    assert found.tolist() == [0 <= slot < 5 for slot in slots]
+
+
 def test_reading_and_storing_again_keeps_the_bits():
     # every mantissa is too slow here: the first, the last and some thousands of others
     largest = torch.cat(

@@ -295,12 +295,40 @@ def test_a_step_of_a_layer_writes_the_buffers_of_its_cache(family, counts):
 
 
 REASONS = ("hook", "pre-hook", "adapter", "replaced forward", "recorded past", "padding", "several tokens")
+REASONS += ("global hook", "other norm", "parametrised filter", "parametrised bias")
+
+
+class ZeroCentred(torch.nn.Module):
+    """Compute the gated norm of a model file with other weights, which have the same name."""
+
+    def __init__(self, norm):
+        super().__init__()
+        self.weight = torch.nn.Parameter(norm.weight.detach() - 1)
+        self.variance_epsilon, self.activation = norm.variance_epsilon, norm.activation
+
+    def forward(self, x, gate):
+        rstd = torch.rsqrt(x.square().mean(-1, keepdim=True) + self.variance_epsilon)
+        return (1 + self.weight) * x * rstd * torch.nn.functional.silu(gate)
+
+
+def make_special(layer, reason):
+    """Replace a part of a layer by one that computes something else from parameters of the same names."""
+    register = torch.nn.utils.parametrize.register_parametrization
+    if reason == "other norm":
+        layer.norm = ZeroCentred(layer.norm)
+    elif reason == "parametrised filter":
+        register(layer.conv1d, "weight", torch.nn.Tanh())
+    elif reason == "parametrised bias":
+        register(layer, "dt_bias", torch.nn.Tanh())
 
 
 @pytest.mark.parametrize("reason", REASONS)
 def test_a_step_with_something_special_is_the_classs_own(reason, counts):
     model, ids = copy.deepcopy(make_model("qwen3_5")), tokens(2, 9)
     layer, calls_of_hook = model.model.layers[0].linear_attn, []
+    make_special(layer, reason)
+    with torch.no_grad():
+        expected = model(ids).logits[:, -1:]
     with gdn.patch_transformers(), torch.no_grad():
         cache = model(ids[:, :-1], use_cache=True)[CACHE]
         if reason == "hook":
@@ -318,11 +346,18 @@ def test_a_step_with_something_special_is_the_classs_own(reason, counts):
         elif reason == "padding":
             x, mask = torch.randn(2, 1, 32), torch.ones(2, 1)
             layer(hidden_states=x, attention_mask=mask, **{CACHE_OF_LAYER: cache})
+        elif reason == "global hook":
+            hook = torch.nn.modules.module.register_module_forward_hook(
+                lambda module, *args: calls_of_hook.append(args) if module is layer.in_proj_z else None
+            )
         last = ids[:, -2:] if reason == "several tokens" else ids[:, -1:]
         if reason != "padding":
-            model(last, **{CACHE: cache})
+            logits = model(last, **{CACHE: cache}).logits
+            assert reason == "several tokens" or error(logits, expected) <= 2e-5
+        if reason == "global hook":
+            hook.remove()
     # the second layer is special only by its cache and by the number of tokens
-    own = {"recorded past", "several tokens", "padding"}
+    own = {"recorded past", "several tokens", "padding", "global hook"}
     assert counts.get("decode_step", 0) == (0 if reason in own else 1)
     assert len(calls_of_hook) == ("hook" in reason)
 

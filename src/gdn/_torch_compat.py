@@ -6,6 +6,7 @@ Each name here may move or go with a new version of PyTorch. None has a public c
     _len_torch_dispatch_stack            an active TorchDispatchMode must see an operator, not its parts
     _functorch.peek_interpreter_stack    so must a transform of torch.func
     _len_torch_function_stack            an active TorchFunctionMode must see the functions of a module
+    module._has_any_global_hook          hooks of all modules must see a module's call, not its functions
     _top_saved_tensors_default_hooks     hooks of saved tensors, as of activation checkpointing
     _disabled_torch_dispatch_impl        the mark of tensor subclasses that do not intercept operators
     decompose_custom_triton_ops          True while a compiler asks for the kernels inside an operator
@@ -37,6 +38,7 @@ __all__ = [
     "group_store",
     "group_timeout",
     "has_function_mode",
+    "has_global_hooks",
     "has_saved_tensor_hooks",
     "intercepts_operators",
     "is_forward_mode",
@@ -54,6 +56,11 @@ def is_forward_mode() -> bool:
 def has_function_mode() -> bool:
     """Return True inside a TorchFunctionMode."""
     return bool(torch._C._len_torch_function_stack() > 0)
+
+
+def has_global_hooks() -> bool:
+    """Return True if the calls of all modules have hooks."""
+    return bool(torch.nn.modules.module._has_any_global_hook())
 
 
 def has_saved_tensor_hooks() -> bool:

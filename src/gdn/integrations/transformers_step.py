@@ -5,7 +5,8 @@ holds a state, all between the input projections and the output projection is on
 inside a compiled graph, where it is an operator that writes the cache's buffers: no new state, no copy.
 
 Left to the class's own forward: several tokens, tokens without a state, padding masks, offsets of documents,
-a cache that records its past, gradients, export, layers with hooks, adapters or other linear layers.
+a cache that records its past, gradients, export, layers with hooks, adapters, or other linear layers, filters
+or norms than those of the class.
 """
 
 import functools
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gdn._torch_compat import has_global_hooks
 from gdn.integrations.fallback import call_with_fallback
 from gdn.integrations.transformers_calls import ACTIVATIONS, warn
 from gdn.ops.step import decode_step
@@ -25,6 +27,8 @@ PROJECTIONS = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
 GROUPED_PROJECTIONS = ("in_proj_qkvz", "in_proj_ba")
 # what a layer has beside them
 PARTS = ("conv1d", "norm", "out_proj")
+PLAIN = {"conv1d": nn.Conv1d}  # the others are nn.Linear
+PARAMETERS = {"A_log", "dt_bias"}
 RECURRENT = "torch_recurrent_gated_delta_rule"
 
 
@@ -47,6 +51,9 @@ def _innermost(forward: Any) -> Any:
 def with_step(forward: Callable[..., Tensor], active: Sized) -> Callable[..., Tensor]:
     """Return a layer's forward that runs a token with a state by decode_step while `active` holds a patch."""
 
+    # a model file computes the gated norm by a class of its own
+    file = _innermost(forward).__module__
+
     @functools.wraps(forward)
     def forward_or_step(self: Any, *args: Any, **kwargs: Any) -> Tensor:
         # one model file passes the hidden states by position; the others pass all by name
@@ -54,7 +61,7 @@ def with_step(forward: Callable[..., Tensor], active: Sized) -> Callable[..., Te
         if x is None or x.shape[1] != 1 or len(active) == 0:
             return forward(self, *args, **kwargs)
         buffers = _cache_buffers(self, x, kwargs)
-        parts = None if buffers is None else _plain_parts(self)
+        parts = None if buffers is None else _plain_parts(self, file)
         if buffers is None or parts is None:
             return forward(self, *args, **kwargs)
         return call_with_fallback(
@@ -86,16 +93,20 @@ def _cache_buffers(m: Any, x: Tensor, kwargs: dict[str, Any]) -> tuple[Tensor, T
     return window, state
 
 
-def _plain_parts(m: Any) -> dict[str, Any] | None:
-    """Return the modules of a layer of plain linear layers that nobody has hooked, adapted or replaced."""
+def _plain_parts(m: Any, file: str) -> dict[str, Any] | None:
+    """Return the modules of a layer of a model file, all plain ones that nobody has hooked or replaced."""
     # from the dictionaries: nn.Module's look-ups and calls cost a CPU as much as the operators
     parts: dict[str, Any] = m._modules
+    if has_global_hooks() or not m._parameters.keys() >= PARAMETERS:
+        return None
     names = PROJECTIONS if PROJECTIONS[0] in parts else GROUPED_PROJECTIONS
     for name in (*names, *PARTS):
         part = parts.get(name)
         if part is None or part._forward_hooks or part._forward_pre_hooks or "forward" in part.__dict__:
             return None
-        if name not in ("conv1d", "norm") and type(part) is not nn.Linear:
+        kind = type(part)
+        is_own = kind.__module__ == file if name == "norm" else kind is PLAIN.get(name, nn.Linear)
+        if not is_own:
             return None
     return parts
 

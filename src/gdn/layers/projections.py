@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from gdn._torch_compat import has_function_mode, has_saved_tensor_hooks
+from gdn._torch_compat import has_function_mode, has_global_hooks, has_saved_tensor_hooks
 from gdn.ops.library import are_plain, is_autocasting, without_autocast
 
 
@@ -100,4 +100,4 @@ def has_own_forward(module: nn.Module) -> bool:
     hooks = (
         module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks,
     )  # fmt: skip
-    return not any(hooks) and not nn.modules.module._has_any_global_hook() and "forward" not in vars(module)
+    return not any(hooks) and not has_global_hooks() and "forward" not in vars(module)

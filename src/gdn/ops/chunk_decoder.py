@@ -8,7 +8,7 @@ from torch import Tensor
 
 from gdn.notation import Decay, Keys, Offsets, PerHead, Q, State, Values
 from gdn.ops.rule import chunk_gated_delta_rule
-from gdn.problem import CHUNK
+from gdn.problem import CHUNK, Problem, check_next_token, host_offsets, parse
 
 
 class _Row(NamedTuple):
@@ -28,12 +28,13 @@ class _Row(NamedTuple):
         return x.select(0, self.batch_row).narrow(0, self.first + self.whole, self.rest)
 
 
-def _rows(q: Tensor, cu_seqlens: Tensor | None) -> list[_Row]:
+def _rows(p: Problem) -> list[_Row]:
     """Return the rows of a dense batch, or of packed sequences, whose offsets are read on the host."""
-    B, T, *_ = q.shape
-    bounds = [(row, 0, T) for row in range(B)]
-    if cu_seqlens is not None:
-        bounds = [(0, start, end) for start, end in pairwise(cu_seqlens.tolist())]
+    bounds = [(row, 0, p.T) for row in range(p.B)]
+    if p.cu_seqlens is not None:
+        offsets = host_offsets(p.cu_seqlens, None, p.T, read_device=True)
+        assert offsets is not None
+        bounds = [(0, start, end) for start, end in pairwise(offsets)]
     return [
         _Row(row, start, (end - start) // CHUNK * CHUNK, (end - start) % CHUNK) for row, start, end in bounds
     ]
@@ -52,13 +53,16 @@ class ChunkDecoder:
     on the row's tokens, with or without gradients.
 
     Args:
-        state    [B, HV, K, V] of the rows at their first token, or V first; it is copied
+        state    [B, HV, K, V] of the rows at their first token, or V first; it is copied, in the dtype of
+                 the rule's states from the first call on
         backend  "eager" or "triton"; None: `triton` on a GPU, else `eager`. The training forward must name
                  the same. `hopper` scales a chunk by its last token, so that earlier tokens depend on it.
         options  those of `chunk_gated_delta_rule` on the gates, norms, scale and layout of the state
 
     Bits:   a row's do not depend on the other rows. On `eager` on a CPU they rely on a BLAS that rounds each
             matrix of a batch as it does alone, as oneMKL does; elsewhere all operands have the same shapes.
+    Raises: as the rule; ValueError for a token of other shapes, dtypes or gates than those before it. No row
+            has changed then.
     Cost:   some 64 times the flop of `decode`, and twice its bytes of states and more. No call but `prefill`
             waits for the GPU, and the state is updated in place: from the second `decode` on, a call can be
             captured in a CUDA graph.
@@ -97,9 +101,11 @@ class ChunkDecoder:
         if self._tokens:
             raise ValueError("prefill: expected the first call of a decoder")
         given, B = [q, k, v, g, beta], self.state.shape[0]
-        rows = _rows(q, cu_seqlens)
+        problem = parse(q, k, v, g, beta, cu_seqlens=cu_seqlens, **self._options)
+        rows = _rows(problem)
         if len(rows) != B:
             raise ValueError(f"q: expected {B} rows as in state, got {len(rows)} in {list(q.shape)}")
+        self.state = self.state.to(problem.state_dtype)
         o = torch.zeros_like(v)
         whole = [row for row in rows if row.whole > 0]
         if whole:
@@ -109,13 +115,14 @@ class ChunkDecoder:
             self.state.copy_(final)
             for row, piece in zip(rows, outputs.split([row.whole for row in rows], 1), strict=True):
                 row.take_whole(o).copy_(piece)
-        self._tokens = [None if x is None else x.new_zeros(B, CHUNK, *x.shape[2:]) for x in given]
-        for buffer, x in zip(self._tokens, given, strict=True):
+        held = [None if x is None else x.new_zeros(B, CHUNK, *x.shape[2:]) for x in given]
+        for buffer, x in zip(held, given, strict=True):
             if buffer is not None and x is not None:
                 for target, row in zip(buffer, rows, strict=True):
                     target[: row.rest].copy_(row.take_rest(x))
+        outputs, _ = self._run(held)
+        self._tokens = held
         self.count.copy_(torch.tensor([row.rest for row in rows], device="cpu"))
-        outputs, _ = self._run(self._tokens)
         for piece, row in zip(outputs, rows, strict=True):
             row.take_rest(o).copy_(piece[: row.rest])
         return o
@@ -124,8 +131,11 @@ class ChunkDecoder:
     def decode(self, q: Q, k: Keys, v: Values, g: Decay | None = None, beta: PerHead | None = None) -> Values:
         """Run one more token of each row, [B, 1, ...]; return o [B, 1, HV, V]."""
         given = [q, k, v, g, beta]
+        problem = parse(q, k, v, g, beta, initial_state=self.state, **self._options)
+        check_next_token(problem, self._tokens)
         if not self._tokens:
             self._tokens = [None if x is None else x.new_zeros(len(x), CHUNK, *x.shape[2:]) for x in given]
+            self.state = self.state.to(problem.state_dtype)
         place = torch.arange(CHUNK, device=q.device)
         for buffer, x in zip(self._tokens, given, strict=True):
             if buffer is not None and x is not None:

@@ -17,7 +17,7 @@ from gdn.notation import Decay, GateBias, HeadParam, Index, Keys, Offsets, PerHe
 from gdn.ops.fastpath import PoolFunction
 from gdn.ops.library import Signature, define_writer, guarded
 from gdn.ops.serving import TOKENS
-from gdn.problem import FoldProblem, HistoryProblem
+from gdn.problem import FoldProblem, HistoryProblem, check
 from gdn.problem.history import COLUMNS, check_sizes, parse_fold, parse_history
 
 
@@ -75,8 +75,11 @@ class HistoryPool:
         """Empty the histories of the slots `index` [n] in every layer, for new or rewritten states.
 
         Call it where `prefill` or other code writes the states of slots. A slot below 0 or past the pool is
-        skipped. It can be captured in a CUDA graph.
+        skipped. It can be captured in a CUDA graph. Raises TypeError, ValueError unless index is [n] of
+        int32 or int64.
         """
+        check.integral("index", index)
+        check.shape("index", index, "n", {})
         *_, slots, _ = self.cursor.shape
         is_reset = (torch.arange(slots, device=index.device)[:, None] == index).any(1)
         self.cursor.masked_fill_(is_reset.to(self.cursor.device)[:, None], 0)

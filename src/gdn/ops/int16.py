@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gdn.backends.eager.conv import repeat_valid
 from gdn.backends.eager.int16 import ColumnStates
 from gdn.notation import Index
 from gdn.problem import check
@@ -53,13 +54,23 @@ class Int16Pool:
     def read(
         self, index: Index, *, state_v_first: bool = False, dtype: torch.dtype = torch.float32
     ) -> Tensor:
-        """Return the states of the slots `index` [n] of one layer in a float dtype: [n, HV, K, V]."""
+        """Return the states of the slots `index` [n] of one layer in a float dtype: [n, HV, K, V].
+
+        A slot below 0 or past the pool reads as zeros.
+        """
         _check_slots(self, index, state_v_first)
-        return ColumnStates(self.state, self.column_scale, state_v_first)[index.long()].read(dtype)
+        held, index = ColumnStates(self.state, self.column_scale, state_v_first), index.long()
+        slots = self.state.shape[0]
+        if slots == 0:
+            return self.state.new_zeros(*index.shape, *self.state.shape[1:], dtype=dtype)
+        is_slot = (index >= 0) & (index < slots)
+        states = held[index.clamp(0, slots - 1)].read(dtype)
+        return states.masked_fill_(~is_slot[:, None, None, None], 0)
 
     def write(self, index: Index, states: Tensor, *, state_v_first: bool = False) -> None:
         """Round `states` [n, HV, K, V] of any float, and store them in the slots `index` [n] of one layer.
 
+        A slot below 0 or past the pool is skipped. No slot may be written twice.
         Raises TypeError, ValueError for wrong tensors; nothing is written then.
         """
         _check_slots(self, index, state_v_first)
@@ -67,12 +78,22 @@ class Int16Pool:
         axes = "n HV V K" if state_v_first else "n HV K V"
         sizes = (*index.shape, *self.state.shape[1:])
         check.shape("states", states, axes, dict(zip(axes.split(), sizes, strict=True)))
-        index, held = index.long(), ColumnStates(self.state, self.column_scale, state_v_first)
-        rounded = held[index]
+        index, slots = index.long(), self.state.shape[0]
+        if len(index) == 0 or slots == 0:
+            return
+        is_slot = (index >= 0) & (index < slots)
+        # a skipped row repeats the write of another one: the host would wait for a device to select rows
+        index, row = repeat_valid(
+            is_slot, index.clamp(0, slots - 1), torch.arange(len(index), device=index.device)
+        )
+        held = ColumnStates(self.state, self.column_scale, state_v_first)
         # an index makes copies, which are written back
+        old, new = held[index], held[index]
         # 16-bit arithmetic has too few bits for the integers
-        rounded.copy_(states if states.dtype == torch.float64 else states.float())
-        self.state[index], self.column_scale[index] = rounded.state, rounded.column_scale
+        new.copy_(states[row].to(torch.promote_types(states.dtype, torch.float32)))
+        is_any = is_slot.any()
+        self.state[index] = torch.where(is_any, new.state, old.state)
+        self.column_scale[index] = torch.where(is_any, new.column_scale, old.column_scale)
 
 
 def allocate_int16_pool(

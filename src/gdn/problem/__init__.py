@@ -5,7 +5,15 @@ All validation is in this folder; no module below it validates again.
 
 from gdn.problem.history import FoldProblem, HistoryProblem
 from gdn.problem.replay import KeepProblem, ReplayProblem
-from gdn.problem.rule import RESET, ContextParallel, Problem, check_context, host_offsets, parse
+from gdn.problem.rule import (
+    RESET,
+    ContextParallel,
+    Problem,
+    check_context,
+    check_next_token,
+    host_offsets,
+    parse,
+)
 from gdn.problem.serving import CommitProblem, DecodeProblem, PrefillProblem
 from gdn.problem.shapes import CHUNK
 
@@ -22,6 +30,7 @@ __all__ = [
     "Problem",
     "ReplayProblem",
     "check_context",
+    "check_next_token",
     "host_offsets",
     "parse",
 ]

@@ -1,6 +1,6 @@
 """Check the tensors and options of one call of the gated delta rule; return one frozen Problem."""
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
@@ -209,6 +209,20 @@ def _check_gates(p: Problem, dims: dict[str, int]) -> None:
         )
     if p.allow_neg_eigval and not p.use_beta_sigmoid_in_kernel:
         raise ValueError("allow_neg_eigval: expected use_beta_sigmoid_in_kernel=True with it, got False")
+
+
+def check_next_token(p: Problem, held: Sequence[Tensor | None]) -> None:
+    """Raise ValueError unless p has one token a row, of the kinds of the rows' tokens before it.
+
+    held: q, k, v, g and beta of those tokens, [B, C, ...] or None; nothing for a first token.
+    """
+    if p.T != 1:
+        raise ValueError(f"q: expected one token a row, [B, 1, H, K], got {list(p.q.shape)}")
+    for name, before in zip(("q", "k", "v", "g", "beta"), held, strict=False):
+        old, new = (None if x is None else (*x.shape[2:], x.dtype) for x in (before, getattr(p, name)))
+        if old != new:
+            wanted, got = ("None" if x is None else f"[B, 1, {', '.join(map(str, x))}]" for x in (old, new))
+            raise ValueError(f"{name}: expected {wanted} as in the calls before, got {got}")
 
 
 def host_offsets(

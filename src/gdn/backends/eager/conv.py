@@ -31,7 +31,7 @@ class TokenRanges:
     end: Index
 
     @staticmethod
-    def from_problem(problem: ConvProblem) -> "Spans":
+    def from_problem(problem: ConvProblem) -> "TokenRanges":
         device, N = problem.x.device, problem.N
         if problem.cu_seqlens is not None:
             offsets = problem.cu_seqlens.to(device, torch.long)

@@ -1,6 +1,7 @@
 """Build the launches that are of a decay per key channel alone: `prepare_channels`, and the gradients."""
 
 import math
+from dataclasses import replace
 
 import torch
 import triton
@@ -149,7 +150,7 @@ def build_channel_backward(
 def _backward_specs(p: Problem, d: Description, strips: int) -> tuple[TensorSpec | None, ...]:
     """Return the buffer specs of a backward, in the order of `ChannelBackward.specs`."""
     tiles = (p.num_chunks, p.HV)
-    S_in, P = saves(p)[2], tensor_spec((*tiles, CHUNK, CHUNK), operand_dtype(p))
+    S_in, P = saves(replace(p, recompute=False))[2], tensor_spec((*tiles, CHUNK, CHUNK), operand_dtype(p))
     assert S_in is not None
     q_in, k_rows = row_specs(p)
     is_split = split_operands(p, machine(p.device))
