@@ -31,7 +31,7 @@ def pool(
         slots, num_k_heads=s["H"], num_v_heads=s["HV"], head_k_dim=s["K"], head_v_dim=s["V"], places=places,
         room=room, state_dtype=state, history_dtype=kept, state_v_first=v_first, decay=decay,
     )  # fmt: skip
-    x.state.copy_(torch.randn(x.state.shape))
+    x.write(torch.arange(slots), torch.randn(x.state.shape), state_v_first=v_first)
     for history in (x.history_u, x.history_k, x.history_G):
         history.fill_(float("nan"))
     return on(x, device)
@@ -39,7 +39,8 @@ def pool(
 
 def on(x, device):
     """Return a copy of a pool on a device."""
-    return gdn.HistoryPool(*(y.to(device, copy=True) for y in x.tensors()), x.room)
+    copy = {name: y.to(device, copy=True) if torch.is_tensor(y) else y for name, y in vars(x).items()}
+    return gdn.HistoryPool(**copy)
 
 
 def fill(x, steps, backend, device, rows, **options):
@@ -338,6 +339,7 @@ def test_strides_are_free(backend, device):
         (False, False, F32),
         (False, True, torch.int16),
         pytest.param(True, False, torch.int16, marks=pytest.mark.interpret),
+        (True, True, torch.int8),
     ],
 )
 def test_a_step_of_a_layer(backend, device, is_gated, uses, kind):
@@ -351,11 +353,8 @@ def test_a_step_of_a_layer(backend, device, is_gated, uses, kind):
     for one in pools:
         # three tokens, which the plain way folds
         one.history_u.copy_(state[:, None, :, :, 0]), one.history_k.copy_(state[:, None, :1, 0])
+        one.write(slots, state, state_v_first=True)
         one.cursor[:, 1] = 3
-        if kind == torch.int16:
-            gdn.Int16Pool(one.state, one.column_scale).write(slots, state, state_v_first=True)
-        else:
-            one.state.copy_(state)
     windows, index, HV = x["conv_state"].clone(), x.get("read_index"), 2
     for _ in range(2):
         o = api.decode_step(**x, **options, state=pools[0], **given)
@@ -465,7 +464,9 @@ def test_operators_match_their_schemas():
     """The schemas name exactly the tensors that are written, and the fakes match the outputs."""
     x, given = pool(), inputs(2, 1, **SIZES)
     names = dict.fromkeys(("a", "b", "A_log", "dt_bias", "scale", "lower_bound", "cu_seqlens", "max_seqlen"))
-    names |= dict.fromkeys(("null_slot", "backend", "num_accepted", "read_index", "column_scale"))
+    names |= dict.fromkeys(
+        ("null_slot", "backend", "num_accepted", "read_index", "column_scale", "remainder")
+    )
     flags = {"use_qk_l2norm_in_kernel": True, "allow_neg_eigval": False, "state_v_first": True}
     tensors = dict(zip(WRITTEN, x.tensors(), strict=True)) | {"room": 1}
     for name in ("history_u", "history_k", "history_G"):
@@ -476,8 +477,8 @@ def test_operators_match_their_schemas():
     torch.library.opcheck(torch.ops.gdn.decode_with_history.default, problem.arguments())
     x.cursor[:, 1] = 2
     fold = parse_fold(
-        **tensors, column_scale=None, index=torch.tensor([0, 3]), num_accepted=None, state_v_first=True,
-        null_slot=None, backend=None,
+        **tensors, column_scale=None, remainder=None, index=torch.tensor([0, 3]), num_accepted=None,
+        state_v_first=True, null_slot=None, backend=None,
     )  # fmt: skip
     torch.library.opcheck(torch.ops.gdn.fold_history.default, fold.arguments())
 
@@ -572,7 +573,8 @@ def test_no_history_is_kept_on_a_cpu_by_itself():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    "state, kept, places, tokens", [(F32, BF16, 16, 1), (BF16, BF16, 32, 1), (F32, BF16, 12, 4)]
+    "state, kept, places, tokens",
+    [(F32, BF16, 16, 1), (BF16, BF16, 32, 1), (F32, BF16, 12, 4), (torch.int8, BF16, 16, 1)],
 )
 def test_a_graph_of_steps_over_several_folds(state, kept, places, tokens):
     """A captured step, replayed over folds of rows at different cursors, equals the calls made one by one."""

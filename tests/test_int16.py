@@ -23,7 +23,7 @@ from kit.serving import (
 
 import gdn
 import gdn.ops.int16
-from gdn.reference.int16 import LEVELS, StoredStates, round_columns
+from gdn.reference.integers import LEVELS, StoredStates, round_columns
 
 F64, F32, BF16 = torch.float64, torch.float32, torch.bfloat16
 NAN, INF = float("nan"), float("inf")

@@ -76,7 +76,7 @@ STEP = {
     "scale": None, "lower_bound": None, "use_qk_l2norm_in_kernel": True, "allow_neg_eigval": False,
     "state_v_first": True, "conv_index": None, "read_index": None, "write_index": None, "null_slot": None,
     "out": None, "backend": None, "history_u": None, "history_k": None, "history_G": None, "cursor": None,
-    "room": None, "use_history": None, "column_scale": None,
+    "room": None, "use_history": None, "column_scale": None, "remainder": None,
 }  # fmt: skip
 
 
@@ -146,7 +146,7 @@ def error(x, expected):
 
 def same_bits(x, y):
     """Return True if all bits are equal, including those of NaN and signed zeros."""
-    as_ints = {2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()]
+    as_ints = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()]
     x, y = x.cpu().contiguous(), y.cpu().contiguous()
     return x.dtype == y.dtype and torch.equal(x.view(as_ints), y.view(as_ints))
 

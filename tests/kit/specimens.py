@@ -26,7 +26,8 @@ EVERYWHERE = ("cuda:80", "cuda:90", "cuda:100", "cuda:120", "hip:gfx942")
 # fp32 and K = 256 need more than the 64 KB of shared memory of a gfx942
 NVIDIA = EVERYWHERE[:-1]
 TUNED = ("cuda:90",)
-BF16, FP16, FP32, INT16 = torch.bfloat16, torch.float16, torch.float32, torch.int16
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+INT16, INT8 = torch.int16, torch.int8
 
 
 class Specimen(NamedTuple):
@@ -760,6 +761,9 @@ OTHERS = {
     "history of drafts, K first": (history, (3, 4, 64, BF16, FP32, 20, False, True), TUNED),
     "history int16": (history, (256, 1, 128, BF16, INT16, 16, True, False), TUNED),
     "history int16 of drafts, K first": (history, (3, 4, 64, BF16, INT16, 20, False, True), TUNED),
+    "history int8": (history, (256, 1, 128, BF16, INT8, 16, True, False), TUNED),
+    "history int8 64": (history, (256, 1, 64, BF16, INT8, 16, True, False), EVERYWHERE),
+    "history int8 of drafts, K first": (history, (3, 4, 64, BF16, INT8, 20, False, True), TUNED),
     "replay of channels": (replay, (80, 4, 128, 128, BF16, FP32, BF16, True, False, True), TUNED),
     "replay fp16 60": (replay, (3, 4, 60, 60, FP16, FP16, FP32, True, False), TUNED),
     "commit to two places": (commit, (BF16, True), TUNED),

@@ -13,8 +13,10 @@ from torch import Tensor
 
 from gdn._torch_compat import is_plain
 from gdn.backends import select
+from gdn.backends.eager.integers import states_of
 from gdn.notation import Decay, GateBias, HeadParam, Index, Keys, Offsets, PerHead, Pool, Q, Values
 from gdn.ops.fastpath import PoolFunction
+from gdn.ops.int16 import read_slots, write_slots
 from gdn.ops.library import Signature, define_writer, guarded
 from gdn.ops.serving import TOKENS
 from gdn.problem import FoldProblem, HistoryProblem, check
@@ -30,7 +32,8 @@ class HistoryPool:
         state of a slot = e^(G_P) S + sum_(j < P) e^(G_P - G_j) k_j u_j^T,   P places of its history in use
 
     Fields:         shape                     dtype
-        state       [slots, HV, K, V]         fp32, bf16, fp16; any strides; with state_v_first [.., V, K]
+        state       [slots, HV, K, V]         fp32, bf16, fp16, or integers with scales; any strides; with
+                                              state_v_first [.., V, K]
         history_u   [slots, places, HV, V]    any float; what each token wrote: d, divided by the norm of k
                                               with use_qk_l2norm_in_kernel
         history_k   [slots, places, H, K]     any float; k as passed
@@ -39,8 +42,15 @@ class HistoryPool:
         cursor      [slots, 3]                int32: the first place in use, the places in use, and a count of
                                               the kernel, 0 between calls
         room        int                       the most tokens of a call's row, at most half of the places
-        column_scale  None                    states in int16 have scales [slots, HV, V] in fp32, as those of
-                                              an `Int16Pool`
+        column_scale  [slots, HV, V]          fp32: the scales of states in int16, as those of an `Int16Pool`,
+                                              or in int8; None for floats
+        remainder   [slots, HV, K / 2, V]     uint8, K / 2 rounded up, with state_v_first [.., V, K / 2]: 4
+                                              more bits of states in int8, of keys 2 j and 2 j + 1 in the low
+                                              and the high half of a byte; None: without them
+
+    States in int8: a token reads `state` alone, a fold reads and writes both.
+        S_kv = (15 state_kv + remainder_kv) column_scale_v, column_scale_v = max_k |S_kv| / 1905; or, without
+        a remainder, S_kv = state_kv column_scale_v, column_scale_v = max_k |S_kv| / 127
 
     With several layers each tensor has a leading axis of layers, and `pool[layer]` is the pool of one layer.
     A history is a ring of `places`. It is folded when fewer than `room` places would be left for the next
@@ -54,12 +64,13 @@ class HistoryPool:
     cursor: Tensor
     room: int = 1
     column_scale: Tensor | None = None
+    remainder: Tensor | None = None
 
     def __getitem__(self, layer: int) -> "HistoryPool":
         """Return the pool of one layer, whose tensors are views."""
         state, u, k, G, cursor = (x[layer] for x in self.tensors())
-        scale = None if self.column_scale is None else self.column_scale[layer]
-        return HistoryPool(state, u, k, G, cursor, self.room, scale)
+        scale, low = (None if x is None else x[layer] for x in (self.column_scale, self.remainder))
+        return HistoryPool(state, u, k, G, cursor, self.room, scale, low)
 
     def tensors(self) -> tuple[Tensor, ...]:
         """Return state, history_u, history_k, history_G and cursor."""
@@ -68,8 +79,28 @@ class HistoryPool:
     @property
     def bytes_per_slot(self) -> int:
         """Return the bytes of a slot in one layer: its state, its history and its cursor."""
-        scales = () if self.column_scale is None else (self.column_scale,)
-        return sum(x[(0,) * (self.cursor.dim() - 1)].nbytes for x in (*self.tensors(), *scales))
+        held = (x for x in (*self.tensors(), self.column_scale, self.remainder) if x is not None)
+        return sum(x[(0,) * (self.cursor.dim() - 1)].nbytes for x in held)
+
+    def read(
+        self, index: Index, *, state_v_first: bool = False, dtype: torch.dtype = torch.float32
+    ) -> Tensor:
+        """Return the states of the slots `index` [n] of one layer in a float dtype: [n, HV, K, V].
+
+        They are without what the histories hold: call `fold_history` first. A slot below 0 or past the pool
+        reads as zeros.
+        """
+        return read_slots(states_of(self, state_v_first), index, state_v_first, dtype)
+
+    def write(self, index: Index, states: Tensor, *, state_v_first: bool = False) -> None:
+        """Store `states` [n, HV, K, V] of any float in slots `index` [n] of one layer; empty their histories.
+
+        Integers are rounded as a fold rounds them. This is how the states of `prefill`, which runs on a pool
+        of floats or an `Int16Pool`, reach slots in int8. Raises TypeError, ValueError for wrong tensors;
+        nothing is written then.
+        """
+        write_slots(states_of(self, state_v_first), index, states, state_v_first)
+        self.reset(index)
 
     def reset(self, index: Index) -> None:
         """Empty the histories of the slots `index` [n] in every layer, for new or rewritten states.
@@ -97,6 +128,7 @@ class HistoryPool:
         given |= {"q": q, "k": q, "v": v, "room": self.room, "state_v_first": is_v_first, **flags}
         given |= {"state": pool.state, "history_u": pool.history_u, "history_k": pool.history_k}
         given |= {"history_G": pool.history_G, "cursor": pool.cursor, "column_scale": pool.column_scale}
+        given |= {"remainder": pool.remainder}
         given["read_index"] = torch.zeros(rows, dtype=torch.int32, device=pool.state.device)
         problem = parse_history(**given)
         backend = select(problem)
@@ -114,6 +146,7 @@ def allocate_history_pool(
     room: int = 1,
     state_dtype: torch.dtype = torch.float32,
     history_dtype: torch.dtype = torch.bfloat16,
+    with_remainder: bool = True,
     state_v_first: bool = False,
     decay: str = "head",
     device: torch.device | str | None = None,
@@ -125,7 +158,8 @@ def allocate_history_pool(
         head_k_dim, head_v_dim      K, V
         places                      tokens that the history of a slot holds, 2 to 32
         room                        the most tokens of a row in later calls, at most half of the places
-        state_dtype, history_dtype  dtypes of the states, and of u and k; torch.int16: states with scales
+        state_dtype, history_dtype  dtypes of the states, and of u and k; int16 and int8: states with scales
+        with_remainder              states in int8 have a remainder of 4 bits, which folds read
         state_v_first               layout of the states
         decay                       "head" or "channel": what a number of g decays
         device                      None: PyTorch's default device
@@ -146,10 +180,14 @@ def allocate_history_pool(
         ((*lead, COLUMNS), torch.int32),
     )
     state, u, k, G, cursor = (torch.zeros(shape, dtype=dtype, device=device) for shape, dtype in tensors)
-    scale = None
-    if state_dtype == torch.int16:
+    scale = low = None
+    if state_dtype in (torch.int16, torch.int8):
         scale = torch.zeros(*lead, HV, V, dtype=torch.float32, device=device)
-    return HistoryPool(state, u, k, G, cursor, room, scale)
+    if state_dtype == torch.int8 and with_remainder:
+        pairs = -(-K // 2)  # of keys, in a byte
+        sizes = (V, pairs) if state_v_first else (pairs, V)
+        low = torch.zeros(*lead, HV, *sizes, dtype=torch.uint8, device=device)
+    return HistoryPool(state, u, k, G, cursor, room, scale, low)
 
 
 def decode_with_history(
@@ -196,7 +234,7 @@ def decode_with_history(
         use_history  bool or None          True: append. False: fold what the history holds, then run
                                            `decode`, which writes the state. None: append where measurements
                                            have shown it faster (`HistoryPool.explain`), and always with
-                                           num_accepted
+                                           num_accepted or states in int8, which have no plain way
         q, k, v, the gates, scale, use_qk_l2norm_in_kernel, allow_neg_eigval, state_v_first, cu_seqlens,
         max_seqlen, null_slot, out, backend    as in `decode`
     use_history may differ from call to call: both ways continue from any history.
@@ -228,8 +266,8 @@ def decode_with_history(
     """
     _check_pool(pool)
     tensors = (
-        q, k, v, *pool.tensors(), g, beta, a, b, A_log, dt_bias, pool.column_scale, cu_seqlens, read_index,
-        num_accepted,
+        q, k, v, *pool.tensors(), g, beta, a, b, A_log, dt_bias, pool.column_scale, pool.remainder,
+        cu_seqlens, read_index, num_accepted,
     )  # fmt: skip
     options = (
         max_seqlen, scale, lower_bound, use_qk_l2norm_in_kernel, allow_neg_eigval, state_v_first, pool.room,
@@ -266,8 +304,9 @@ def fold_history(
     _check_pool(pool)
     problem = parse_fold(
         state=pool.state, history_u=pool.history_u, history_k=pool.history_k, history_G=pool.history_G,
-        cursor=pool.cursor, column_scale=pool.column_scale, index=index, num_accepted=num_accepted,
-        room=pool.room, state_v_first=state_v_first, null_slot=null_slot, backend=backend,
+        cursor=pool.cursor, column_scale=pool.column_scale, remainder=pool.remainder, index=index,
+        num_accepted=num_accepted, room=pool.room, state_v_first=state_v_first, null_slot=null_slot,
+        backend=backend,
     )  # fmt: skip
     if is_plain(pool.state):
         _fold(problem)

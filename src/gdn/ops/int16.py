@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from gdn.backends.eager.conv import repeat_valid
-from gdn.backends.eager.int16 import ColumnStates
+from gdn.backends.eager.integers import ColumnStates, read_states
 from gdn.notation import Index
 from gdn.problem import check
 
@@ -58,14 +58,8 @@ class Int16Pool:
 
         A slot below 0 or past the pool reads as zeros.
         """
-        _check_slots(self, index, state_v_first)
-        held, index = ColumnStates(self.state, self.column_scale, state_v_first), index.long()
-        slots = self.state.shape[0]
-        if slots == 0:
-            return self.state.new_zeros(*index.shape, *self.state.shape[1:], dtype=dtype)
-        is_slot = (index >= 0) & (index < slots)
-        states = held[index.clamp(0, slots - 1)].read(dtype)
-        return states.masked_fill_(~is_slot[:, None, None, None], 0)
+        held = ColumnStates(self.state, self.column_scale, state_v_first)
+        return read_slots(held, index, state_v_first, dtype)
 
     def write(self, index: Index, states: Tensor, *, state_v_first: bool = False) -> None:
         """Round `states` [n, HV, K, V] of any float, and store them in the slots `index` [n] of one layer.
@@ -73,27 +67,8 @@ class Int16Pool:
         A slot below 0 or past the pool is skipped. No slot may be written twice.
         Raises TypeError, ValueError for wrong tensors; nothing is written then.
         """
-        _check_slots(self, index, state_v_first)
-        check.floating("states", states)
-        axes = "n HV V K" if state_v_first else "n HV K V"
-        sizes = (*index.shape, *self.state.shape[1:])
-        check.shape("states", states, axes, dict(zip(axes.split(), sizes, strict=True)))
-        index, slots = index.long(), self.state.shape[0]
-        if len(index) == 0 or slots == 0:
-            return
-        is_slot = (index >= 0) & (index < slots)
-        # a skipped row repeats the write of another one: the host would wait for a device to select rows
-        index, row = repeat_valid(
-            is_slot, index.clamp(0, slots - 1), torch.arange(len(index), device=index.device)
-        )
         held = ColumnStates(self.state, self.column_scale, state_v_first)
-        # an index makes copies, which are written back
-        old, new = held[index], held[index]
-        # 16-bit arithmetic has too few bits for the integers
-        new.copy_(states[row].to(torch.promote_types(states.dtype, torch.float32)))
-        is_any = is_slot.any()
-        self.state[index] = torch.where(is_any, new.state, old.state)
-        self.column_scale[index] = torch.where(is_any, new.column_scale, old.column_scale)
+        write_slots(held, index, states, state_v_first)
 
 
 def allocate_int16_pool(
@@ -126,11 +101,55 @@ def tensors_of(state: Any) -> tuple[Any, Tensor | None]:
     return (state.state, state.column_scale) if isinstance(state, Int16Pool) else (state, None)
 
 
-def _check_slots(pool: Int16Pool, index: Any, state_v_first: bool) -> None:
+def read_slots(held: Tensor | ColumnStates, index: Index, state_v_first: bool, dtype: torch.dtype) -> Tensor:
+    """Return the states of some slots of a pool of one layer in a float dtype; zeros for an invalid slot."""
+    _check_slots(held, index, state_v_first)
+    index, (slots, *sizes) = index.long(), held.shape
+    if slots == 0:
+        return torch.zeros(*index.shape, *sizes, dtype=dtype, device=index.device)
+    is_slot = (index >= 0) & (index < slots)
+    states = read_states(held[index.clamp(0, slots - 1)], dtype)
+    return states.masked_fill(~is_slot[:, None, None, None], 0)
+
+
+def write_slots(held: Tensor | ColumnStates, index: Index, states: Tensor, state_v_first: bool) -> None:
+    """Store `states` of any float in some slots of a pool of one layer, rounded; skip invalid slots."""
+    _check_slots(held, index, state_v_first)
+    check.floating("states", states)
+    axes = "n HV V K" if state_v_first else "n HV K V"
+    sizes = (*index.shape, *held.shape[1:])
+    check.shape("states", states, axes, dict(zip(axes.split(), sizes, strict=True)))
+    index, slots = index.long(), held.shape[0]
+    if len(index) == 0 or slots == 0:
+        return
+    is_slot = (index >= 0) & (index < slots)
+    # a skipped row repeats the write of another one: the host would wait for a device to select rows
+    index, row = repeat_valid(
+        is_slot, index.clamp(0, slots - 1), torch.arange(len(index), device=index.device)
+    )
+    # an index makes copies, which are written back
+    old, new = held[index], held[index]
+    # 16-bit arithmetic has too few bits for the integers
+    new.copy_(states[row].to(torch.promote_types(states.dtype, torch.float32)))
+    is_any = is_slot.any()
+    for x, before, after in zip(_tensors_of(held), _tensors_of(old), _tensors_of(new), strict=True):
+        x[index] = torch.where(is_any, after, before)
+
+
+def _tensors_of(held: Tensor | ColumnStates) -> list[Tensor]:
+    """Return the tensors that hold some states."""
+    if isinstance(held, Tensor):
+        return [held]
+    return [x for x in (held.state, held.column_scale, held.remainder) if x is not None]
+
+
+def _check_slots(held: Tensor | ColumnStates, index: Any, state_v_first: bool) -> None:
     """Check the tensors of a pool of one layer, and slots of it."""
     dims: dict[str, int] = {}
-    check.tensor("state", pool.state)
-    check.shape("state", pool.state, "slots HV V K" if state_v_first else "slots HV K V", dims)
-    check.shape("column_scale", pool.column_scale, "slots HV V", dims)
+    state = held if isinstance(held, Tensor) else held.state
+    check.tensor("state", state)
+    check.shape("state", state, "slots HV V K" if state_v_first else "slots HV K V", dims)
+    if not isinstance(held, Tensor):
+        check.shape("column_scale", held.column_scale, "slots HV V", dims)
     check.integral("index", index)
     check.shape("index", index, "n", dims)

@@ -104,12 +104,12 @@ def decode_step(
     if isinstance(state, HistoryPool):
         room = state.room
         history = (state.history_u, state.history_k, state.history_G, state.cursor)
-        states, column_scale = state.state, state.column_scale
+        states, column_scale, remainder = state.state, state.column_scale, state.remainder
     else:
-        states, column_scale = tensors_of(state)
+        (states, column_scale), remainder = tensors_of(state), None
     tensors = (
-        mixed_qkv, conv_state, conv_weight, conv_bias, a, b, A_log, dt_bias, states, column_scale, conv_index,
-        read_index, write_index, z, norm_weight, *history,
+        mixed_qkv, conv_state, conv_weight, conv_bias, a, b, A_log, dt_bias, states, column_scale, remainder,
+        conv_index, read_index, write_index, z, norm_weight, *history,
     )  # fmt: skip
     options = (
         num_k_heads, head_k_dim, head_v_dim, conv_activation, norm_eps, norm_activation, scale,

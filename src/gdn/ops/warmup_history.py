@@ -44,7 +44,7 @@ def _decodes(s: Sizes, pool: HistoryPool, gates: str, T: int) -> Iterator[Call]:
     for lead, packed in (((N, T), {}), ((1, N * T), by_offsets)):
         given = {**s.tokens(*lead), **getattr(s, gates)(*lead), **where, **packed}
         form = f"{gates} T={T} N={N}{' by offsets' if packed else ''}, {places} places"
-        for more in ({"use_history": True}, {"num_accepted": s.index(N)}, {"use_history": False}):
+        for more in (*_ways(pool), {"num_accepted": s.index(N)}):
             yield "decode_with_history", form, partial(decode_with_history, **given, **more)
 
 
@@ -57,7 +57,12 @@ def _steps(s: Sizes, pool: HistoryPool) -> Iterator[Call]:
     given |= {"num_k_heads": s.H, "head_k_dim": s.K, "head_v_dim": s.V, "read_index": s.index(N)}
     z = torch.zeros(N, s.HV, s.V, dtype=s.dtype, device=s.device)
     norm: dict[str, Any] = {"z": z, "norm_weight": torch.ones(s.V, dtype=s.dtype, device=s.device)}
-    for uses in (True, False):
+    for way in _ways(pool):
         for more in ({}, norm):
             called = partial(decode_step, s.mixed(N), **given, **s.raw(N), **s.conventions, **more)
-            yield "decode_step", f"N={N} with a history", partial(called, use_history=uses)
+            yield "decode_step", f"N={N} with a history", partial(called, **way)
+
+
+def _ways(pool: HistoryPool) -> list[dict[str, Any]]:
+    """Return the choices of the way that a pool has: states in int8 have no plain one."""
+    return [{"use_history": uses} for uses in (True, False) if uses or pool.state.dtype != torch.int8]

@@ -13,6 +13,8 @@ from gdn.problem.declaration import Declared
 from gdn.problem.shapes import CHUNK
 
 WRITES = ("final", "all", "none")
+# integers of states -> the pool that has their scales
+POOLS = {torch.int16: "an Int16Pool", torch.int8: "a HistoryPool"}
 
 
 def tokens(q: Any, k: Any, v: Any) -> dict[str, int]:
@@ -79,9 +81,9 @@ def packing(q: Tensor, cu_seqlens: Any, max_seqlen: Any, dims: dict[str, int]) -
         raise ValueError(f"max_seqlen: expected an int with cu_seqlens on {cu_seqlens.device}, got None")
 
 
-def pool(p: Any, is_ring: bool, dims: dict[str, int]) -> None:
+def pool(p: Any, is_ring: bool, dims: dict[str, int], has_history: bool = False) -> None:
     q, state = p.q, p.state
-    check_states(state, p.column_scale)
+    check_states(state, p.column_scale, has_history)
     axes = ("slots R " if is_ring else "slots ") + ("HV V K" if p.state_v_first else "HV K V")
     if state.dim() == 5 and not is_ring:
         raise ValueError(f"state: expected [{axes}] without ring_pos, got {list(state.shape)}")
@@ -98,25 +100,42 @@ def pool(p: Any, is_ring: bool, dims: dict[str, int]) -> None:
     null(p.null_slot)
 
 
-def check_states(state: Any, scale: Any) -> None:
-    """Check the kind of the states of a pool: floats, or int16 with scales."""
+def check_states(state: Any, scale: Any, has_history: bool = False) -> None:
+    """Check the kind of the states of a pool: floats, or int16 with scales; int8 only with histories."""
     if scale is None:
-        if isinstance(state, Tensor) and state.dtype == torch.int16:
-            raise TypeError("state: expected int16 with scales, in an Int16Pool, got a tensor of int16")
+        if isinstance(state, Tensor) and state.dtype in POOLS:
+            kind = str(state.dtype).removeprefix("torch.")
+            raise TypeError(
+                f"state: expected {kind} with scales, in {POOLS[state.dtype]}, got a tensor of {kind}"
+            )
         check.floating("state", state)
         return
     check.tensor("state", state)
-    if state.dtype != torch.int16:
+    if has_history and state.dtype not in POOLS:
+        raise TypeError(f"state: expected int16 or int8 with column_scale, got {state.dtype}")
+    if not has_history and state.dtype != torch.int16:
         raise TypeError(f"state: expected int16 in an Int16Pool, got {state.dtype}")
 
 
 def column_scale(scale: Any, axes: str, dims: dict[str, int]) -> None:
-    """Check the scales of a pool in int16."""
+    """Check the scales of a pool of integers."""
     check.tensor("column_scale", scale)
     if scale.dtype != torch.float32:
         raise TypeError(f"column_scale: expected float32, got {scale.dtype}")
     check.shape("column_scale", scale, axes, dims)
     check.writable("column_scale", scale)
+
+
+def remainder(low: Any, state: Tensor, v_first: bool, dims: dict[str, int]) -> None:
+    """Check the 4-bit remainders of a pool in int8, of two keys in a byte."""
+    check.tensor("remainder", low)
+    if state.dtype != torch.int8:
+        raise ValueError(f"remainder: expected None with states in {state.dtype}, got a tensor")
+    if low.dtype != torch.uint8:
+        raise TypeError(f"remainder: expected uint8, got {low.dtype}")
+    axes = "slots HV V pairs" if v_first else "slots HV pairs V"
+    check.shape("remainder", low, axes, {**dims, "pairs": (dims["K"] + 1) // 2})
+    check.writable("remainder", low)
 
 
 def null(null_slot: Any) -> None:

@@ -20,7 +20,16 @@ from gdn.problem.replay import (
     check_history_dtypes,
     check_history_heads,
 )
-from gdn.problem.serving import ColumnScale, DecodeProblem, Gates, Numerics, Packet, PoolTokens, Rows
+from gdn.problem.serving import (
+    ColumnScale,
+    DecodeProblem,
+    Gates,
+    Numerics,
+    Packet,
+    PoolTokens,
+    Remainder,
+    Rows,
+)
 
 MAX_PLACES = 32  # of a history: two blocks of 16, whose scores fit into the registers of one warp
 COLUMNS = 3  # of a cursor: the first place in use, the places in use, the programs of a kernel that are done
@@ -36,7 +45,7 @@ class Accepted:
 @declared
 @dataclass(frozen=True)
 class HistoryProblem(
-    Declared, Numerics, Packet, Accepted, Rows, ColumnScale, Gates, History, PoolTokens, OnHistory
+    Declared, Numerics, Packet, Accepted, Rows, Remainder, ColumnScale, Gates, History, PoolTokens, OnHistory
 ):
     """Hold one checked step of decoding with a history; `cursor` is written, unlike that of `History`."""
 
@@ -46,10 +55,15 @@ class HistoryProblem(
     null_slot: int | None
     backend: str | None
 
+    @property
+    def must_append(self) -> bool:
+        """Return True if the plain way does not exist: for drafts, and for int8, which only folds write."""
+        return self.num_accepted is not None or self.state.dtype == torch.int8
+
     def fold(self) -> "FoldProblem":
         """Return the fold of the histories of this call's rows."""
         # without read_index row n has slot n: the slots past the rows keep their histories
-        names = ("state", "history_u", "history_k", "history_G", "cursor", "column_scale")
+        names = ("state", "history_u", "history_k", "history_G", "cursor", "column_scale", "remainder")
         held = {name: getattr(self, name) for name in names}
         if self.read_index is None:
             held = {name: None if x is None else x[: self.N] for name, x in held.items()}
@@ -83,6 +97,7 @@ class FoldProblem(Declared):
     history_G: Tensor
     cursor: Annotated[Tensor, WRITTEN]
     column_scale: Annotated[Tensor | None, WRITTEN]
+    remainder: Annotated[Tensor | None, WRITTEN]
     index: Index | None
     num_accepted: Index | None
     room: int
@@ -134,13 +149,13 @@ def parse_history(**given: Any) -> HistoryProblem:
     """Check a call of `decode_with_history` without reading tensor contents; allocate `out` if it is None."""
     p = HistoryProblem.draft(given)
     check.backend(p.backend)
-    check_use_history(p.use_history)
+    check_use_history(p.use_history, p.state)
     if p.use_history is False and p.num_accepted is not None:
         raise ValueError("use_history: expected None or True with num_accepted, got False")
     dims = addressing.tokens(p.q, p.k, p.v)
     addressing.gates(p, dims)
     addressing.packing(p.q, p.cu_seqlens, p.max_seqlen, dims)
-    addressing.pool(p, False, dims)
+    addressing.pool(p, False, dims, has_history=True)
     check_ring(p, dims)
     check_history_dtypes(p)
     if dims.get("M") is not None and dims["M"] > p.room:
@@ -159,7 +174,7 @@ def parse_fold(**given: Any) -> FoldProblem:
     p = FoldProblem.draft(given)
     check.backend(p.backend)
     dims: dict[str, int] = {}
-    addressing.check_states(p.state, p.column_scale)
+    addressing.check_states(p.state, p.column_scale, has_history=True)
     check.shape("state", p.state, "slots HV V K" if p.state_v_first else "slots HV K V", dims)
     check.writable("state", p.state)
     if p.column_scale is not None:
@@ -172,7 +187,7 @@ def parse_fold(**given: Any) -> FoldProblem:
         addressing.index("num_accepted", p.num_accepted, "n", dims)
     tensors = {
         "history_u": p.history_u, "history_k": p.history_k, "history_G": p.history_G, "cursor": p.cursor,
-        "column_scale": p.column_scale,
+        "column_scale": p.column_scale, "remainder": p.remainder,
     }  # fmt: skip
     check.companions(p.state, "state", index=p.index, num_accepted=p.num_accepted, **tensors)
     check.no_gradient("fold_history", state=p.state, **tensors)
@@ -180,8 +195,10 @@ def parse_fold(**given: Any) -> FoldProblem:
 
 
 def check_ring(p: HistoryProblem | FoldProblem, dims: dict[str, int]) -> None:
-    """Check the history of each slot, its cursor, and the room for a packet."""
+    """Check the history of each slot, its cursor, the room for a packet, and the remainder of int8."""
     check_history(p, "", dims, "slots columns")
+    if p.remainder is not None:
+        addressing.remainder(p.remainder, p.state, p.state_v_first, dims)
     places, columns = dims["places"], dims["columns"]
     if columns != COLUMNS or p.cursor.dtype != torch.int32 or p.cursor.stride(1) != 1:
         raise ValueError(
@@ -208,9 +225,12 @@ def check_sizes(lead: Any, decay: Any, places: Any, room: Any) -> None:
     check_room(room, places)
 
 
-def check_use_history(use_history: Any) -> None:
+def check_use_history(use_history: Any, state: Any) -> None:
+    """Check the caller's choice of the way; states in int8 have no plain one, which writes every token."""
     if use_history is not None and not isinstance(use_history, bool):
         raise TypeError(f"use_history: expected a bool or None, got {type(use_history).__name__}")
+    if use_history is False and isinstance(state, Tensor) and state.dtype == torch.int8:
+        raise ValueError("use_history: expected None or True with states in int8, got False")
 
 
 def check_room(room: Any, places: int) -> None:

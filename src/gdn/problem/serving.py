@@ -42,9 +42,16 @@ class Gates:
 
 @dataclass(frozen=True)
 class ColumnScale:
-    """Declare the scales of a pool in int16, one for each column of V; None for a pool of floats."""
+    """Declare the scales of a pool of integers, one for each column of V; None for a pool of floats."""
 
     column_scale: Annotated[Tensor | None, WRITTEN]
+
+
+@dataclass(frozen=True)
+class Remainder:
+    """Declare the 4 bits that only folds read beside states in int8; None for a pool without them."""
+
+    remainder: Annotated[Tensor | None, WRITTEN]
 
 
 @dataclass(frozen=True)
@@ -79,6 +86,7 @@ class OnPool(Shapes):
 
     state: Pool
     column_scale: Tensor | None = None  # where the fields of a problem have none, its states are floats
+    remainder: Tensor | None = None  # likewise: none beside the states
     null_slot: int | None
     g: Decay | None
     a: Decay | None

@@ -31,6 +31,7 @@ class Layer:
     dt_bias: GateBias | None
     state: Annotated[Pool, WRITTEN]
     column_scale: Annotated[Tensor | None, WRITTEN]
+    remainder: Annotated[Tensor | None, WRITTEN]
     conv_index: Index | None
     read_index: Index | None
     write_index: Index | None
@@ -128,10 +129,10 @@ class StepProblem(Declared, Numerics, Layer):
         return HistoryProblem(
             q=p.q, k=p.k, v=p.v, state=p.state, history_u=self.history_u, history_k=self.history_k,
             history_G=self.history_G, cursor=self.cursor, g=None, beta=None, a=p.a, b=p.b, A_log=p.A_log,
-            dt_bias=p.dt_bias, column_scale=p.column_scale, cu_seqlens=None, read_index=p.read_index,
-            num_accepted=None, out=p.out,
-            max_seqlen=None, scale=p.scale, lower_bound=p.lower_bound,
-            use_qk_l2norm_in_kernel=p.use_qk_l2norm_in_kernel, allow_neg_eigval=p.allow_neg_eigval,
+            dt_bias=p.dt_bias, column_scale=p.column_scale, remainder=self.remainder, cu_seqlens=None,
+            read_index=p.read_index, num_accepted=None, out=p.out, max_seqlen=None, scale=p.scale,
+            lower_bound=p.lower_bound, use_qk_l2norm_in_kernel=p.use_qk_l2norm_in_kernel,
+            allow_neg_eigval=p.allow_neg_eigval,
             state_v_first=p.state_v_first, room=self.room, use_history=self.use_history,
             null_slot=self.null_slot, backend=self.backend,
         )  # fmt: skip
@@ -158,7 +159,7 @@ def parse_step(**given: Any) -> StepProblem:
     dims = addressing.tokens(views.q, views.k, views.v)
     addressing.gates(views, dims)
     addressing.packing(views.q, None, None, dims)
-    addressing.pool(views, False, dims)
+    addressing.pool(views, False, dims, p.has_history)
     for name in ("conv_index", "read_index", "write_index"):
         if getattr(p, name) is not None:
             addressing.index(name, getattr(p, name), "N", dims)
@@ -178,7 +179,7 @@ def parse_step(**given: Any) -> StepProblem:
 
 def _history(p: StepProblem, dims: dict[str, int]) -> None:
     """Check the histories of the slots, if there are any."""
-    check_use_history(p.use_history)
+    check_use_history(p.use_history, p.state)
     if not p.has_history:
         if p.use_history is not None:
             raise ValueError(f"use_history: expected None without a HistoryPool, got {p.use_history}")

@@ -4,14 +4,14 @@ These functions copy their arguments and are slow. The arithmetic is that of `re
 has what the history of a slot adds to it: the ring of places, the cursor and the fold.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from gdn.notation import Index, Keys, Pool, Q, Values
-from gdn.reference.int16 import StoredStates
+from gdn.reference.integers import STEPS, StoredStates
 from gdn.reference.serving import decode, increments, replay_decode, replayed
 
 
@@ -25,11 +25,16 @@ class Slots:
     history_G: Tensor
     cursor: Tensor
     column_scale: Tensor | None = None
+    remainder: Tensor | None = None
 
     def clone(self) -> "Slots":
-        held = (self.state, self.history_u, self.history_k, self.history_G, self.cursor)
-        scale = None if self.column_scale is None else self.column_scale.clone()
-        return replace(Slots(*(x.clone() for x in held)), column_scale=scale)
+        return replace(self, **{name: x.clone() for name, x in vars(self).items() if x is not None})
+
+    @property
+    def read_scale(self) -> Tensor | None:
+        """Return the scale of what tokens read: without its remainder a state is int8 in larger steps."""
+        scale = self.column_scale
+        return scale if scale is None or self.remainder is None else STEPS * scale.double()
 
     def in_use(self, slot: int, accepted: int, room: int) -> tuple[int, Tensor]:
         """Return the first place of a slot's history, and the places in use, in order of their tokens."""
@@ -41,7 +46,7 @@ class Slots:
     def fold(self, slot: int, order: Tensor, is_v_first: bool, dtype: torch.dtype) -> None:
         """Fold the places `order` of a slot's history into its state."""
         u, k, G = (x[slot][order] for x in (self.history_u, self.history_k, self.history_G))
-        states = StoredStates(self.state, self.column_scale, is_v_first, dtype)
+        states = StoredStates(self.state, self.column_scale, is_v_first, dtype, self.remainder)
         S, _ = replayed(states.read(slot), u, k, increments(G.to(dtype)))
         states.write(slot, S)
 
@@ -85,7 +90,7 @@ def decode_with_history(
         for x in (flat.history_u, flat.history_k, flat.history_G):
             x[slot] = x[slot][rings[slot]]
         base[slot] = len(held[slot][1])
-    options |= {"column_scale": flat.column_scale}
+    options |= {"column_scale": flat.read_scale}
     given = (flat.state, flat.history_u, flat.history_k, flat.history_G, base)
     run = replay_decode(q, k, v, *given, read_index=read_index, dtype=dtype, **options)
     for slot, n in rows.items():
@@ -128,5 +133,5 @@ def fold_history(
 
 def _slots_of(pool: Any) -> Slots:
     """Return copies of the tensors of a pool."""
-    held = (pool.state, pool.history_u, pool.history_k, pool.history_G, pool.cursor, pool.column_scale)
-    return Slots(*held).clone()
+    names = [f.name for f in fields(Slots)]
+    return Slots(**{name: getattr(pool, name) for name in names}).clone()

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from gdn.notation import Decay, GateBias, HeadParam, Index, Keys, Mask, Offsets, PerHead, Pool, Q, Values
-from gdn.reference.int16 import StoredStates
+from gdn.reference.integers import StoredStates
 from gdn.reference.recurrence import gate, l2norm
 
 

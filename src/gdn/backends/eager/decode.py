@@ -17,7 +17,7 @@ from torch import Tensor
 
 from gdn.backends.eager.alignment import align_rows
 from gdn.backends.eager.gate import gate_dtype, load_decay, sigmoid
-from gdn.backends.eager.int16 import ColumnStates, states_of
+from gdn.backends.eager.integers import ColumnStates, states_of
 from gdn.backends.eager.norm import l2norm_
 from gdn.problem import DecodeProblem
 

@@ -7,14 +7,14 @@ it, and the tokens of the same call stay behind it as the first ones of the next
 from torch import Tensor
 
 from gdn.backends.eager.decode import decode
-from gdn.backends.eager.int16 import states_of
+from gdn.backends.eager.integers import states_of
 from gdn.backends.eager.replay import History, RowsOnHistory, active_rows, fold_past
 from gdn.problem import FoldProblem, HistoryProblem
 
 
 def appends_history(problem: HistoryProblem) -> bool:
     """Implement `Backend.appends_history`: without a choice of the caller no history is kept on a CPU."""
-    return problem.num_accepted is not None or problem.use_history is True
+    return problem.must_append or problem.use_history is True
 
 
 def decode_with_history(problem: HistoryProblem) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from gdn.backends.backend import Saved
-from gdn.backends.eager.int16 import ColumnStates, read_states, states_of
+from gdn.backends.eager.integers import ColumnStates, read_states, states_of
 from gdn.backends.eager.rule import chunk_forward
 from gdn.problem import CHUNK, CommitProblem, PrefillProblem, Problem
 

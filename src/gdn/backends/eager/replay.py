@@ -20,7 +20,12 @@ from torch import Tensor
 from gdn.backends.eager.alignment import align_start
 from gdn.backends.eager.channels import compute_products
 from gdn.backends.eager.gate import gate_dtype, load_decay, sigmoid
-from gdn.backends.eager.int16 import ColumnStates, read_states, states_of
+from gdn.backends.eager.integers import (
+    ColumnStates,
+    read_states,
+    read_without_remainder,
+    states_of,
+)
 from gdn.problem import RESET, HistoryProblem, KeepProblem, ReplayProblem
 
 OnReplay = ReplayProblem | HistoryProblem
@@ -79,7 +84,7 @@ def _run_packet(
         # G goes on from the history's last sum: e^(G_t - G_j) then holds for its tokens, too
         G += past_G[-1]
     T, H = q.shape[:2]
-    S = align_start(read_states(states_of(p)[slot], p.dtype))
+    S = align_start(read_without_remainder(states_of(p)[slot], p.dtype))
     S = S.mT if p.state_v_first else S
     # k above q: a BLAS call reads the state, and another one the history, once for both
     kq = _repeat_heads(torch.cat((k * k_rstd.unsqueeze(-1), q)), p.HV // H)  # [HV, 2 T, K]
@@ -109,7 +114,7 @@ def _run_channel_packet(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Return o and u [T, HV, V] of one row with a decay per key channel, and its g [T, HV, K]."""
     T, ratio = q.shape[0], p.HV // p.H
-    S = align_start(read_states(states_of(p)[slot], p.dtype))
+    S = align_start(read_without_remainder(states_of(p)[slot], p.dtype))
     S = S.mT if p.state_v_first else S
     _, _, past_g = past
     if len(past_g) > 0:

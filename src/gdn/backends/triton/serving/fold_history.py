@@ -37,7 +37,12 @@ from gdn.backends.triton.serving.packet import (
 )
 from gdn.backends.triton.serving.packet_lib import column_pointer
 from gdn.backends.triton.serving.recurrent_lib import divide, locate_program
-from gdn.backends.triton.serving.state_tiles import magic_numbers, pool_strides, scale_strides
+from gdn.backends.triton.serving.state_tiles import (
+    magic_numbers,
+    pool_strides,
+    remainder_strides,
+    scale_strides,
+)
 from gdn.backends.triton.serving.structs import ColumnScales, History, Strip, Sums, group_constants
 from gdn.problem import FoldProblem, HistoryProblem
 
@@ -46,10 +51,10 @@ COLUMNS = 16  # value columns of a strip
 
 @kernel
 def fold_history_kernel(
-    state_ptr, u_ptr, k_ptr, G_ptr, cursor_ptr, column_scale_ptr, index_ptr, accepted_ptr,
+    state_ptr, u_ptr, k_ptr, G_ptr, cursor_ptr, column_scale_ptr, remainder_ptr, index_ptr, accepted_ptr,
     state_n, state_h, state_k, state_v, u_n, u_p, u_h, k_n, k_p, k_h, G_n, G_p, G_h,
     cursor_n, index_n, accepted_n, HV, HV_magic, HV_s, ratio_magic, ratio_s, slots, lowest, places, room,
-    scale_n, scale_h, scale_v,
+    scale_n, scale_h, scale_v, low_n, low_h, low_k, low_v,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BP: tl.constexpr,
     PASTS: tl.constexpr, STRIPS: tl.constexpr, STAGES: tl.constexpr, AXIS: tl.constexpr, NEAR: tl.constexpr,
     LINE: tl.constexpr, STATE_UNIT: tl.constexpr, PAST_UNIT: tl.constexpr, FOLD_PRECISION: tl.constexpr,
@@ -87,9 +92,11 @@ def fold_history_kernel(
     history = History(u_ptr, k_ptr, G_ptr, used, u_p, k_p, G_p, ring, places)
     G_at = G_ptr + ring_places(used - 1, history).to(tl.int64) * G_p
     high, low = split_fp64(tl.load(G_at).to(tl.float64))
-    scales = ColumnScales(None, None)
     if column_scale_ptr is not None:
-        scales = ColumnScales(column_scale_ptr + slot * scale_n + head.to(tl.int64) * scale_h, scale_v)
+        column_scale_ptr += slot * scale_n + head.to(tl.int64) * scale_h
+    if remainder_ptr is not None:
+        remainder_ptr += slot * low_n + head.to(tl.int64) * low_h
+    scales = ColumnScales(column_scale_ptr, scale_v, remainder_ptr, low_k, low_v)
     # the pipeliner keeps STAGES - 1 strips of S in flight from HBM
     for strip in tl.range(0, STRIPS, num_stages=STAGES):
         column, vs = (block * STRIPS + strip) * BV, tl.arange(0, BV)
@@ -112,7 +119,8 @@ def fold_history(problem: FoldProblem) -> None:
 def fold_tensors(p: FoldProblem) -> tuple[Tensor | None, ...]:
     """Return the problem's tensors in the order of the kernel's parameters."""
     return (
-        p.state, p.history_u, p.history_k, p.history_G, p.cursor, p.column_scale, p.index, p.num_accepted,
+        p.state, p.history_u, p.history_k, p.history_G, p.cursor, p.column_scale, p.remainder, p.index,
+        p.num_accepted,
     )  # fmt: skip
 
 
@@ -134,6 +142,8 @@ def fold_constants(p: FoldProblem | HistoryProblem) -> dict[str, Any]:
     """Return the constants of a fold: keys of a tile in registers, blocks of a history, precision."""
     axis, _, _ = pool_strides(p.state, p.K, p.V, p.state_v_first)
     keys, _ = FOLDED[axis == "k"]
+    # remainders need registers, too: of 128 keys a program would spill 640 bytes, of 64 none
+    keys = keys if p.remainder is None else min(keys, 64)
     dtypes = {p.history_u.dtype, p.history_k.dtype}
     # bf16 history: split bf16 MMAs (hi + lo), unless that would convert u
     is_wide = axis != "k" or dtypes != {torch.bfloat16}
@@ -149,7 +159,8 @@ def plan_fold(p: FoldProblem, num_states: int | None = None) -> Launch:
     n, _, h, k, v = state
     kept, gpu = (*p.history_u.stride()[:3], *p.history_k.stride()[:3]), machine(p.state.device)
     unit, entries = unit_of(*kept), p.N * p.HV
-    scale_n, _, scale_h, scale_v = scale_strides(p.column_scale)
+    scale_n, _, *scale = scale_strides(p.column_scale)
+    scales = (scale_n, *scale, *remainder_strides(p.remainder, p.state_v_first))
     BV = min(COLUMNS, max(16, triton.next_power_of_2(p.V)))
     takes_all = (entries if num_states is None else num_states) >= packet.FILLED * gpu.num_sms
     strips = triton.cdiv(p.V, BV) if takes_all else 1
@@ -157,7 +168,7 @@ def plan_fold(p: FoldProblem, num_states: int | None = None) -> Launch:
         n, h, k, v, *(s // unit for s in kept), *p.history_G.stride(), *index_strides(p.cursor, 1),
         *index_strides(p.index, 1), *index_strides(p.num_accepted, 1), p.HV, *magic_numbers(p.HV),
         *magic_numbers(p.HV // p.H), p.state.shape[0], 0 if p.null_slot is None else 1, p.places, p.room,
-        scale_n, scale_h, scale_v,
+        *scales,
     )  # fmt: skip
     constants = {
         "K": p.K, "V": p.V, "BV": BV, "BP": PLACES, "STRIPS": strips, "STAGES": 2 if gpu.kind == "hip" else 3,

@@ -47,7 +47,11 @@ from gdn.backends.triton.serving.packet_lib import (
 )
 from gdn.backends.triton.serving.recurrent_lib import divide, locate_program, token_range
 from gdn.backends.triton.serving.replay import describe_replay, num_programs, run_strips
-from gdn.backends.triton.serving.state_tiles import kernel_offsets, scale_strides
+from gdn.backends.triton.serving.state_tiles import (
+    kernel_offsets,
+    remainder_strides,
+    scale_strides,
+)
 from gdn.backends.triton.serving.structs import (
     Appended,
     ColumnScales,
@@ -65,7 +69,9 @@ from gdn.problem import HistoryProblem
 # compute capability, K, V -> rows x value heads from which a history is faster than `decode`. Measured on an
 # H100 with 32 heads: 0.73 (fp32) and 0.84 (bf16) of the time at 64 rows. One row takes twice the time (H200)
 APPENDS_FROM = {(90, 128, 128): 64 * 32}
-FOLDED = 32  # keys of a state in a program's registers: with 64 the fold would set the number of registers
+# keys of a state in a program's registers, by the presence of a remainder: with 64 the fold would set the
+# number of registers. Remainders are unpacked and packed beside them: with 32 keys 255 registers, not 166
+FOLDED = {False: 32, True: 16}
 # programs of a head that share the strips of a row that folds: one alone would end long after all others.
 # More would slow the other rows, where all programs of a head but one have nothing to do
 SPLITS = 4
@@ -74,13 +80,13 @@ SPLITS = 4
 @kernel
 def history_kernel(
     q_ptr, k_ptr, v_ptr, state_ptr, u_history_ptr, k_history_ptr, G_history_ptr, cursor_ptr, g_ptr, beta_ptr,
-    a_ptr, b_ptr, A_log_ptr, dt_bias_ptr, column_scale_ptr, cu_seqlens_ptr, read_index_ptr, num_accepted_ptr,
-    o_ptr,
+    a_ptr, b_ptr, A_log_ptr, dt_bias_ptr, column_scale_ptr, remainder_ptr, cu_seqlens_ptr, read_index_ptr,
+    num_accepted_ptr, o_ptr,
     q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, o_b, o_t, o_h, q_k, k_k, v_v, o_v,
     g_b, g_t, g_h, beta_b, beta_t, beta_h, A_log_h, dt_bias_h, state_n, state_h, state_k, state_v,
     u_n, u_p, u_h, past_n, past_p, past_h, G_n, G_p, G_h, cursor_n, read_n,
     N, T, HV, HV_magic, HV_s, ratio, ratio_magic, ratio_s, slots, lowest, places, scale,
-    accepted_n, room, q_0, k_0, v_0, scale_n, scale_h, scale_v,
+    accepted_n, room, q_0, k_0, v_0, scale_n, scale_h, scale_v, low_n, low_h, low_k, low_v,
     K: tl.constexpr, V: tl.constexpr, BP: tl.constexpr, PASTS: tl.constexpr, BV: tl.constexpr,
     BS: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, STRIPS: tl.constexpr, STAGES: tl.constexpr,
     AXIS: tl.constexpr, DENSE: tl.constexpr, NEAR: tl.constexpr, LINE: tl.constexpr, UNIT: tl.constexpr,
@@ -170,9 +176,11 @@ def history_kernel(
         new, is_kept = ring_places(used + tokens, history), is_k & (tokens < count)
         state_ptr += (slot * state_n + head.to(tl.int64) * state_h) * STATE_UNIT
         v, state = Strip(v_ptr, None, None, v_t, v_v), Strip(state_ptr, None, None, state_k, state_v)
-        scales = ColumnScales(None, None)
         if column_scale_ptr is not None:
-            scales = ColumnScales(column_scale_ptr + slot * scale_n + head.to(tl.int64) * scale_h, scale_v)
+            column_scale_ptr += slot * scale_n + head.to(tl.int64) * scale_h
+        if remainder_ptr is not None:
+            remainder_ptr += slot * low_n + head.to(tl.int64) * low_h
+        scales = ColumnScales(column_scale_ptr, scale_v, remainder_ptr, low_k, low_v)
         tensors = (v, state, scales, Strip(o_ptr, None, None, o_t, o_v))
         end_high, end_low = split_fp64(G_end)
         solved = (X, W, row_scales, beta_rows, Sums(high, low), Sums(end_high, end_low))
@@ -223,9 +231,10 @@ class CachedFoldAndDecode:
     def steps(self, *tensors: Tensor | None) -> list[Step]:
         """Return the launches and the tensors of each."""
         q, k, v, state, u, past_k, G, cursor, *gates, offsets, index, accepted, out = tensors
+        *gates, low = gates
         decoded = (q, k, v, state, *gates, offsets, index, None, None, None, None, None, None, out)
         return [
-            (self.fold, (state, u, past_k, G, cursor, gates[-1], index, accepted)),
+            (self.fold, (state, u, past_k, G, cursor, gates[-1], low, index, accepted)),
             (self.decode, decoded),
         ]  # fmt: skip
 
@@ -235,8 +244,8 @@ _plans: PlanCache[CachedLaunch | CachedFoldAndDecode] = PlanCache()
 
 def appends_history(p: HistoryProblem) -> bool:
     """See `Backend`."""
-    if p.num_accepted is not None or p.use_history is not None:
-        return p.num_accepted is not None or bool(p.use_history)
+    if p.must_append or p.use_history is not None:
+        return p.must_append or bool(p.use_history)
     gpu = machine(p.q.device)
     least = APPENDS_FROM.get((gpu.capability, p.K, p.V)) if gpu.kind == "cuda" else None
     return least is not None and least <= p.N * p.HV
@@ -291,10 +300,11 @@ def plan_append(
     # no more programs than have a strip each: of V = 96, six strips, a fourth would write past the columns
     strips = triton.cdiv(sizes["STRIPS"], SPLITS)
     splits = triton.cdiv(sizes["STRIPS"], strips) if is_single else 1
-    constants |= fold_constants(p) | {"BK": min(FOLDED, constants["BS"])}
+    constants |= fold_constants(p) | {"BK": min(FOLDED[p.remainder is not None], constants["BS"])}
     constants |= {"IS_SINGLE": is_single, "SPLITS": splits}
-    scale_n, _, scale_h, scale_v = scale_strides(p.column_scale)
+    scale_n, _, *scale = scale_strides(p.column_scale)
+    scales = (scale_n, *scale, *remainder_strides(p.remainder, p.state_v_first))
     accepted = index_strides(p.num_accepted, 1)
-    rest = (*scalars, *accepted, p.room, q_0, k_0, v_0, scale_n, scale_h, scale_v)
+    rest = (*scalars, *accepted, p.room, q_0, k_0, v_0, *scales)
     programs = num_programs(p, sizes) * splits
     return Launch(history_kernel, programs, rest, constants, 1, options=options(sizes, p, False))

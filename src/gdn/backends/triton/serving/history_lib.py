@@ -13,7 +13,9 @@ from gdn.backends.triton.serving.packet_lib import (
     strip_mask,
     tokens_of_rows,
 )
-from gdn.backends.triton.serving.pool_lib import MAGIC, rounding_of
+from gdn.backends.triton.serving.pool_lib import LEVELS, MAGIC, rounding_of
+
+STEPS = tl.constexpr(15.0)  # of a remainder of 4 bits to one of its int8
 
 
 @triton.jit
@@ -97,11 +99,11 @@ def fold_strip(state, scales, history, end, column, C: tl.constexpr):
     """Fold a history into some value columns of a state: S <- e^(G_P) S + sum_j e^(G_P - G_j) k_j u_j^T.
 
     A tile of BK keys is in fp32 registers at a time; k and u of the history come from L2. The scale of a
-    column in int16 needs its largest element, and registers do not hold all tiles: they are computed twice.
+    column of integers needs its largest element, and registers do not hold all tiles, so they are made twice.
     """
     if scales.ptr is None:
         for start in range(0, C.K, C.BK):
-            place, in_state, S = fold_tile(state, history, end, column, start, tl.exp(end.high), C)
+            place, in_state, S = fold_tile(state, scales, history, end, column, start, tl.exp(end.high), C)
             tl.store(place, S.to(state.ptr.dtype.element_ty), mask=in_state)
     else:
         at = column_scale_pointers(scales, column, state.vs)
@@ -109,30 +111,94 @@ def fold_strip(state, scales, history, end, column, C: tl.constexpr):
         factor = across_keys(tl.load(at, mask=has_value, other=0.0) * tl.exp(end.high), C.AXIS)
         largest = tl.zeros(state.vs.shape, tl.float32)
         for start in range(0, C.K, C.BK):
-            _, _, S = fold_tile(state, history, end, column, start, factor, C)
+            _, _, S = fold_tile(state, scales, history, end, column, start, factor, C)
             # where a column has NaN all of it is NaN or infinite, so its scale is NaN
             most = tl.max(tl.abs(S), 1 if C.AXIS == "k" else 0)
             largest = tl.maximum(largest, most, propagate_nan=tl.PropagateNan.ALL)
-        inverse, new_scale = rounding_of(largest)
+        IS_SHORT: tl.constexpr = state.ptr.dtype.element_ty == tl.int8
+        INT8: tl.constexpr = 127.0 if scales.low_ptr is None else 127.0 * STEPS
+        inverse, new_scale = rounding_of(largest, INT8 if IS_SHORT else LEVELS)
         for start in range(0, C.K, C.BK):
-            place, in_state, S = fold_tile(state, history, end, column, start, factor, C)
+            place, in_state, S = fold_tile(state, scales, history, end, column, start, factor, C)
             n = tl.fma(S, across_keys(inverse, C.AXIS), MAGIC)
-            tl.store(place, n.to(tl.int32, bitcast=True).to(tl.int16), mask=in_state)
+            if scales.low_ptr is not None:
+                n = store_remainder(n, scales, state, column, start, C)
+            # the low bits of 1.5 * 2^23 + n are n
+            tl.store(place, n.to(tl.int32, bitcast=True).to(state.ptr.dtype.element_ty), mask=in_state)
         tl.store(at, new_scale, mask=has_value)
 
 
 @triton.jit
-def fold_tile(state, history, end, column, start, factor, C: tl.constexpr):
+def fold_tile(state, scales, history, end, column, start, factor, C: tl.constexpr):
     """Return pointers and mask of BK keys of a strip from `start` on, and S there after the fold, in fp32."""
     ks = start + tl.arange(0, C.BK)
     place, in_state = output_strip_pointers(state, ks, C)
     has_value = strip_mask(state.vs, state.left, C.V, C.STRIPS)[None, :]
-    S = tl.load(place, mask=in_state, other=0.0).to(tl.float32) * factor
+    S = tl.load(place, mask=in_state, other=0.0).to(tl.float32)
+    if scales.low_ptr is not None:
+        S = S * STEPS + load_remainder(scales, state, column, start, C)
+    S *= factor
     for part in tl.static_range(C.PASTS):
         k, still = load_history_k(history, part * C.BP, end, ks, C)
         u = load_history_u(history, history.u_ptr + column, part * C.BP, state.vs, has_value, C)
         S = add_outer_product(S, k, u.to(tl.float32) * still[:, None], C.AXIS, C.FOLD_PRECISION)
     return place, in_state, S
+
+
+@triton.jit
+def remainder_pointers(scales, state, column, start, C: tl.constexpr):
+    """Return pointers and mask of the bytes of BK keys of a strip: [vs, BK / 2], or [BK / 2, vs]."""
+    pairs = start // 2 + tl.arange(0, C.BK // 2)
+    at_pair = pairs.to(tl.int64) * scales.low_pair
+    at_column = (column + state.vs).to(tl.int64) * scales.low_column
+    has_pair = column_mask(pairs, (C.K + 1) // 2)
+    has_value = strip_mask(state.vs, state.left, C.V, C.STRIPS)
+    if C.AXIS == "k":
+        place = scales.low_ptr + at_column[:, None] + at_pair[None, :]
+        return place, has_value[:, None] & has_pair[None, :]
+    else:
+        place = scales.low_ptr + at_pair[:, None] + at_column[None, :]
+        return place, has_pair[:, None] & has_value[None, :]
+
+
+@triton.jit
+def load_remainder(scales, state, column, start, C: tl.constexpr):
+    """Load the remainders of a tile as in `fold_tile`, in fp32."""
+    place, is_stored = remainder_pointers(scales, state, column, start, C)
+    packed = tl.load(place, mask=is_stored, other=0).to(tl.int32)
+    BV: tl.constexpr = state.vs.shape[0]
+    # each byte goes to its two keys, in the registers of one lane
+    if C.AXIS == "k":
+        pairs = tl.reshape(tl.broadcast_to(packed[:, :, None], [BV, C.BK // 2, 2]), [BV, C.BK])
+    else:
+        pairs = tl.reshape(tl.broadcast_to(packed[:, None, :], [C.BK // 2, 2, BV]), [C.BK, BV])
+    low = (pairs >> half_shifts(C)) & 15
+    return ((low ^ 8) - 8).to(tl.float32)
+
+
+@triton.jit
+def store_remainder(n, scales, state, column, start, C: tl.constexpr):
+    """Store the remainders of the integers n of a tile, plus MAGIC; return their int8 parts, plus MAGIC."""
+    n -= MAGIC
+    # STEPS is odd, so no quotient is halfway between two integers
+    high = tl.fma(n, 1 / STEPS, MAGIC)
+    low = n - (high - MAGIC) * STEPS + MAGIC
+    half = (low.to(tl.int32, bitcast=True) & 15) << half_shifts(C)
+    BV: tl.constexpr = state.vs.shape[0]
+    if C.AXIS == "k":
+        packed = tl.sum(tl.reshape(half, [BV, C.BK // 2, 2]), 2)
+    else:
+        packed = tl.sum(tl.reshape(half, [C.BK // 2, 2, BV]), 1)
+    place, is_stored = remainder_pointers(scales, state, column, start, C)
+    tl.store(place, packed.to(tl.uint8), mask=is_stored)
+    return high
+
+
+@triton.jit
+def half_shifts(C: tl.constexpr):
+    """Return the shift of each key's remainder in its byte, as a factor of tiles: 0 or 4."""
+    shifts = tl.arange(0, C.BK) % 2 * 4
+    return shifts[None, :] if C.AXIS == "k" else shifts[:, None]
 
 
 @triton.jit
@@ -149,8 +215,11 @@ def column_scale_pointers(scales, column, vs):
 
 @triton.jit
 def apply_column_scales(XS, scales, column, vs, has_value):
-    """Scale the products of rows with states in int16 by the scales of columns, by parts."""
+    """Scale the products of rows with states in integers by the scales of columns, by parts."""
     column_scale = tl.load(column_scale_pointers(scales, column, vs)[None, :], mask=has_value, other=0.0)
+    # what is read is int8, in steps of 15 scales
+    if scales.low_ptr is not None:
+        column_scale *= STEPS
     outputs = ()
     for part in tl.static_range(len(XS)):
         outputs = outputs + (XS[part] * column_scale,)

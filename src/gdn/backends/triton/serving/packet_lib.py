@@ -141,8 +141,10 @@ def dot_mixed(x, y, acc, PRECISION: tl.constexpr):
 
 @triton.jit
 def dot_state(x, S, acc, PRECISION: tl.constexpr):
-    """Return x S + acc as `dot_mixed`; integers S are exact, as hi + lo of the 16-bit dtype of x."""
-    if S.dtype == tl.int16:
+    """Return x S + acc as `dot_mixed`; integers S are exact: int16 as hi + lo of the dtype of x."""
+    if S.dtype == tl.int8:
+        return dot(x, S.to(x.dtype), acc, PRECISION)
+    elif S.dtype == tl.int16:
         n = S.to(tl.float32)
         if x.dtype == tl.float32:
             return dot(x, n, acc, PRECISION)

@@ -67,14 +67,14 @@ def scale_columns(S):
     Where a step makes NaN or infinity, d is one, and its outer product reaches all keys of the column: no
     NaN is alone beside finite elements, whose maximum would drop it.
     """
-    inverse, scale = rounding_of(tl.max(tl.max(tl.abs(S), 1), 2))
+    inverse, scale = rounding_of(tl.max(tl.max(tl.abs(S), 1), 2), LEVELS)
     # the sum rounds S / scale to the nearest integer, ties to even; |n| is at most 32767, without a clamp
     return tl.fma(S, inverse[:, None, :, None], MAGIC), scale
 
 
 @triton.jit
-def rounding_of(largest):
-    """Return the factor that makes columns integers, and their scales, of the largest elements of columns."""
+def rounding_of(largest, LEVELS: tl.constexpr):
+    """Return the factor that makes columns integers up to LEVELS, and the scales, of largest elements."""
     # in fp64 the quotient is rounded correctly, with three instructions: a state that was read gets the scale
     # that it had
     scale = (largest.to(tl.float64) * (1.0 / LEVELS)).to(tl.float32)

@@ -246,7 +246,7 @@ def replay_kernel(
         solved = (X, W, row_scales, beta_rows, Sums(high, low), None)
         # all columns: `run_strips` takes a strip of them at a time
         v, state = Strip(v_ptr, None, None, v_t, v_v), Strip(state_ptr, None, None, state_k, state_v)
-        tensors = (v, state, ColumnScales(None, None), Strip(o_ptr, None, None, o_t, o_v))
+        tensors = (v, state, ColumnScales(None, None, None, None, None), Strip(o_ptr, None, None, o_t, o_v))
         # with space left for a packet, a history mostly has at most PASTS * BP places
         if IS_LONG & (base > PASTS * BP):
             run_strips(solved, packet, history, tensors, Appended(new, is_kept), block, C, 0)

@@ -90,6 +90,14 @@ def scale_strides(x: Tensor | None) -> tuple[int | None, ...]:
     return (x.stride(0), x.stride(1) if x.dim() == 4 else 0, *x.stride()[-2:])
 
 
+def remainder_strides(x: Tensor | None, is_v_first: bool) -> tuple[int | None, ...]:
+    """Return the strides of remainders: slot, head, pair of keys, V; None is no parameter of a binary."""
+    if x is None:
+        return (None,) * 4
+    n, h, *last = x.stride()
+    return (n, h, *(last[::-1] if is_v_first else last))
+
+
 def magic_numbers(n: int) -> tuple[int, int]:
     """Return the constants with which `divide` divides by n below 2**30: ceil(2**s / n) and s."""
     s = 30 + (n - 1).bit_length()

@@ -48,7 +48,7 @@ class CachedStep:
 
     def steps(self, *tensors: Tensor | None) -> list[Step]:
         """Return the launches and the tensors of each."""
-        x, conv, weight, bias, a, b, A_log, dt_bias, state, column_scale, conv_index, *rest = tensors
+        x, conv, weight, bias, a, b, A_log, dt_bias, state, column_scale, low, conv_index, *rest = tensors
         read, write, z, gain, *history, out = rest
         assert x is not None and conv is not None and out is not None
         mixed, gates = x.new_empty(x.shape), (a, b, A_log, dt_bias, column_scale)
@@ -64,9 +64,9 @@ class CachedStep:
         rows = (None, read, None, None, write, None, None, None)
         rule: list[tuple[Tensor | None, ...]] = [(mixed, mixed, mixed, state, None, None, *gates, *rows, out)]
         if self.appends:
-            rule = [(mixed, mixed, mixed, state, *history, None, None, *gates, None, read, None, out)]
+            rule = [(mixed, mixed, mixed, state, *history, None, None, *gates, low, None, read, None, out)]
         elif self.appends is not None:
-            rule = [(state, *history, column_scale, read, None), *rule]
+            rule = [(state, *history, column_scale, low, read, None), *rule]
         # the norm runs in place: a program loads its rows into registers before it stores them
         given = [convolution, *rule, (out, z, gain, out)]
         # without a norm there is no third launch
@@ -92,8 +92,8 @@ def launch_tensors(p: StepProblem) -> tuple[Tensor | None, ...]:
     """Return the problem's tensors in its order."""
     return (
         p.mixed_qkv, p.conv_state, p.conv_weight, p.conv_bias, p.a, p.b, p.A_log, p.dt_bias, p.state,
-        p.column_scale, p.conv_index, p.read_index, p.write_index, p.z, p.norm_weight, p.history_u,
-        p.history_k, p.history_G, p.cursor, p.out,
+        p.column_scale, p.remainder, p.conv_index, p.read_index, p.write_index, p.z, p.norm_weight,
+        p.history_u, p.history_k, p.history_G, p.cursor, p.out,
     )  # fmt: skip
 
 

@@ -129,10 +129,13 @@ class HeadStates(NamedTuple):
 
 
 class ColumnScales(NamedTuple):
-    """Say where the scales of a head's columns begin, of a pool in int16, and their stride."""
+    """Say where the scales of a head's columns begin, and the remainders of int8, with their strides."""
 
     ptr: Any  # None for a pool of floats
     column: Any
+    low_ptr: Any  # None without a remainder
+    low_pair: Any  # of two keys, in a byte
+    low_column: Any
 
 
 class TileColumns(NamedTuple):
