@@ -236,14 +236,15 @@ def test_import_is_light():
         "import torch, sys, time; sys.modules['triton'] = None; t = time.process_time(); import gdn; "
         "dt = time.process_time() - t; "
         "heavy = [m for m in ('transformers', 'typer', 'rich', 'matplotlib', 'fla') if m in sys.modules]; "
-        "assert not heavy, heavy; assert dt < 0.5, dt; print(dt)"
+        "assert not heavy, heavy; print(dt)"
     )
+    # other work on the machine slows single runs
     best = min(float(_python(code)) for _ in range(3))
     assert best < 0.5
 
 
 def test_import_makes_no_context():
-    """`import gdn` imports neither the room of many ranks nor the collectives; `gdn.ContextParallel` does."""
+    """`import gdn` imports neither `gdn.distributed` nor torch's collectives; `gdn.ContextParallel` does."""
     code = (
         "import torch, sys; before = set(sys.modules); import gdn; "
         "new = {m for m in set(sys.modules) - before if 'distributed' in m}; assert not new, new; "
