@@ -26,6 +26,7 @@ from gdn.ops.library import (
     library,
     no_second_derivative,
     requested,
+    without_autocast,
 )
 from gdn.problem import ContextParallel, check, check_context
 from gdn.problem.layer import ConvProblem, ConvUpdateProblem, parse_conv, parse_conv_update
@@ -128,7 +129,7 @@ def convolve_and_split(
     """Return `causal_conv1d`'s y, split into parts of so many channels, and the final state.
 
     Autograd would copy the gradients of the parts into one tensor. The backward here reads the parts. Other
-    calls than plain ones with gradients are `causal_conv1d` and `split`.
+    calls than plain ones with gradients are `causal_conv1d` and `split`; `holds_alone` tells them apart.
     """
     context = options.pop("cp_context", None)
     tensors = (x, weight, bias, options.get("initial_state"))
@@ -139,8 +140,16 @@ def convolve_and_split(
         return y.split(sizes, dim=-1), final
     absent = dict.fromkeys(ConvProblem.declaration.names) | {"output_final_state": False}
     p = parse_conv(**absent | options | {"x": x, "weight": weight, "bias": bias})
-    *parts, final = _SplitConvolution.apply(sizes, *_CONV.arguments_of(p))
+    *parts, final = _SplitConvolution.apply(tuple(sizes), *_CONV.arguments_of(p))
     return tuple(parts), final if p.output_final_state else None
+
+
+def holds_alone(part: Tensor) -> bool:
+    """Return True if a tensor is a part of `convolve_and_split`'s y that no hook and no mode has seen.
+
+    Its own backward does not read it, so the memory is free once the last reader's backward has run.
+    """
+    return type(part.grad_fn).__name__ == "_SplitConvolutionBackward"
 
 
 def causal_conv1d_update(
@@ -313,10 +322,17 @@ class _SplitConvolution(torch.autograd.Function):
     """Run the operator and split y; the backward takes the gradients of the parts."""
 
     @staticmethod
-    def forward(ctx: Any, sizes: Sequence[int], *args: Any) -> tuple[Tensor, ...]:
-        y, final = conv_operator(*args)
-        _keep(ctx, args, (y, final))
-        return (*y.split(sizes, dim=-1), final)
+    def forward(ctx: Any, sizes: tuple[int, ...], *args: Any) -> tuple[Tensor, ...]:
+        if settings.debug():
+            y, final = conv_operator(*args)
+            parts = y.split(sizes, dim=-1)
+        else:
+            problem, _ = _CONV.split(args)
+            check_offsets(problem)
+            function = select(problem).causal_conv1d
+            parts, final = without_autocast(problem.x.device, lambda: function(problem, sizes))
+        _keep(ctx, args, ())
+        return (*parts, as_output(final, parts[0]))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
