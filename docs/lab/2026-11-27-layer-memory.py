@@ -1,7 +1,7 @@
 """List the tensors that a training step of GatedDeltaNet holds at its peak, without a GPU.
 
 The layer's own code and autograd run on meta tensors, with the launches of `hopper` and `triton` recorded
-instead of run, so that what is allocated and freed, and when, is what a GPU would do. Matmuls compute nothing.
+instead of run, so that it allocates and frees what it would on a GPU, in the same order.
 
     PYTHONPATH=src:tests python docs/lab/2026-11-27-layer-memory.py [training|recompute|forward] [--all]
 
@@ -40,16 +40,16 @@ class Ledger(TorchDispatchMode):
         out = function(*args, **(kwargs or {}))
         for x in out if isinstance(out, (tuple, list)) else (out,):
             if isinstance(x, torch.Tensor):
-                self.note(x, function)
+                self.note(x)
         return out
 
-    def note(self, x, function):
+    def note(self, x):
         storage = x.untyped_storage()
         key = storage._cdata
         if key in self.live:
             return
         size = storage.nbytes()
-        self.live[key] = (size, where(), f"{str(x.dtype)[6:]} {list(x.shape)}", str(function))
+        self.live[key] = (size, where(), f"{str(x.dtype)[6:]} {list(x.shape)}")
         self.total += size
         self.held.append(weakref.finalize(storage, self.free, key))
         if self.total > self.past:
@@ -74,6 +74,7 @@ def plain(x):
 
 def on_meta(stack):
     """Let the backends take meta tensors, and record their launches."""
+
     def supports(problem):
         return None
 
@@ -115,7 +116,7 @@ class Norm(torch.autograd.Function):
 def show(peak, is_whole):
     total, at, live = peak
     print(f"{total / MIB:.0f} MiB at {at}")
-    for size, at, shape, function in sorted(live.values(), key=lambda x: -x[0]):
+    for size, at, shape in sorted(live.values(), key=lambda x: -x[0]):
         if size >= MIB / 2 or is_whole:
             print(f"  {size / MIB:8.1f}  {shape:36} {at}")
 
@@ -136,7 +137,7 @@ def main(kind, is_whole):
         ledger = stack.enter_context(Ledger())
         # the caller's tensors are not counted
         for given in (x, leaf, dy, *layer.parameters(), *layer.buffers()):
-            ledger.live[given.untyped_storage()._cdata] = (0, "", "", "")
+            ledger.live[given.untyped_storage()._cdata] = (0, "", "")
         if kind == "forward":
             with torch.no_grad():
                 y = layer(x)

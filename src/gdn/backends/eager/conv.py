@@ -208,10 +208,7 @@ def store_slots(state: ConvPool, slot: Index | slice, valid: Mask | None, new: T
 def causal_conv1d(
     problem: ConvProblem, sizes: tuple[int, ...] | None = None
 ) -> tuple[Channels | tuple[Channels, ...], ConvState | None]:
-    """Return y, and on request the last W - 1 inputs of each sequence; update a pool's slots in place.
-
-    sizes: return y in parts of so many channels.
-    """
+    """Return y, or parts of `sizes` channels, and the last W - 1 inputs; update a pool's slots in place."""
     x, ranges, dtype = problem.x, TokenRanges.from_problem(problem), accumulator_dtype(problem.x)
     taps = problem.weight.t().to(dtype).contiguous()
     bias = None if problem.bias is None else problem.bias.to(dtype)
