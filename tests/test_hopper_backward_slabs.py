@@ -107,9 +107,10 @@ def test_passes_cover_all_chunks(lengths, group, size):
     assert (made is None) != any(x[1] < 0 for x in after)
 
 
-def backward(given, has_final=True):
+def backward(given, has_final=True, may_overwrite=False):
     p = parse(**given.tensors, **given.options, backend="triton")
     saved = chunked.chunk_forward(p, True)[2]
+    p = replace(p, may_overwrite=may_overwrite)
     return plan.chunk_backward(p, saved, given.do, given.dfinal_state if has_final else None)
 
 
@@ -125,7 +126,10 @@ def backward(given, has_final=True):
     ids=["packed", "rows", "segments"],
 )
 def test_passes_change_no_bit(monkeypatch, case, size, segmentation):
-    """Gradients have the bits of a backward in one pass, and match the reference; two sequences a group."""
+    """Gradients have the bits of a backward in one pass, and match the reference; two sequences a group.
+
+    They have them too where dq and dk take the memory of q and k.
+    """
     for module in (plan, segments):
         monkeypatch.setattr(module, "Launch", Simulated)
     monkeypatch.setattr(plan, "schedule_of", lambda p: (2, segmentation))
@@ -134,14 +138,18 @@ def test_passes_change_no_bit(monkeypatch, case, size, segmentation):
     set_slab(monkeypatch, None)
     whole = backward(given)
     set_slab(monkeypatch, size)
-    for x, y in zip(backward(given), whole, strict=True):
+    q, k = (given.tensors[name].clone() for name in "qk")
+    own = replace(given, tensors={**given.tensors, "q": q, "k": k})
+    found = backward(own, may_overwrite=True)
+    assert (found.dq.data_ptr(), found.dk.data_ptr()) == (q.data_ptr(), k.data_ptr())
+    for x, y in zip(found, whole, strict=True):
         assert (x is None) == (y is None) and (x is None or torch.equal(x, y))
     if "GDN_TEST_SEEDS" in os.environ:
         check(given, case, given.do, given.dfinal_state)
 
 
 def test_size_of_a_pass(monkeypatch):
-    """A pass has 24 MiB of dS; a backward that has few passes runs in one, as all do by default."""
+    """A pass has 24 MiB of dS; a backward that has few passes runs in one, as all do without recompute."""
     given = inputs(replace(BASE, heads=(16, 32), lengths=rows(64)._replace(B=1)), torch.bfloat16)
     p = parse(**given.tensors, **given.options)
     long = replace(p, q=p.q.expand(1, 64, 16, 128).repeat(1, 96, 1, 1))
@@ -150,6 +158,11 @@ def test_size_of_a_pass(monkeypatch):
     monkeypatch.setattr(cost, "SLABS", True)
     assert cost.slab_of(long) == 24
     assert cost.slab_of(p) is None
+    monkeypatch.setattr(cost, "SLABS", False)
+    # with recompute 64 MiB, unless the boundary states of many sequences take what a pass saves
+    assert cost.slab_of(replace(long, recompute=True)) == 64
+    many = replace(p, q=p.q.expand(96, 64, 16, 128), v=p.v.expand(96, 64, 32, 128), recompute=True)
+    assert many.num_chunks == many.N == 96 and cost.slab_of(many) is None
 
 
 def trains(test):

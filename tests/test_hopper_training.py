@@ -440,6 +440,18 @@ def test_a_recorded_step_with_its_optimizer_trains_as_eager_mode():
 
 
 @trains
+def test_a_backward_of_a_layer_may_be_replayed_twice():
+    """In a CUDA graph it leaves q and k as they are, where a backward that runs once stores dq and dk there."""
+    layer = gdn.GatedDeltaNet(256, 2, 4, 128, 128, backend="hopper").to("cuda", torch.bfloat16)
+    hidden = torch.randn(2, 300, 256, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    (expected,) = torch.autograd.grad(layer(hidden).sum(), hidden)
+    y = torch.cuda.make_graphed_callables(layer, (hidden.detach().clone().requires_grad_(),))(hidden)
+    for keeps in (True, False):
+        (found,) = torch.autograd.grad(y.sum(), hidden, retain_graph=keeps)
+        assert torch.equal(found, expected)
+
+
+@trains
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_activation_checkpointing(use_reentrant):
     """A checkpoint runs the forward again; use_reentrant runs it first as one without gradients."""

@@ -4,6 +4,7 @@ import contextlib
 import copy
 import doctest
 import importlib
+from dataclasses import replace
 from inspect import signature
 
 import pytest
@@ -16,7 +17,9 @@ from torch.utils.flop_counter import FlopCounterMode
 import gdn
 import gdn.layers.gated_deltanet
 from gdn import reference
+from gdn.backends import load
 from gdn.layers import projections
+from gdn.ops import fastpath
 from gdn.reference.layer import causal_conv1d, rms_norm_gated
 
 SIZES = {"hidden_size": 24, "num_k_heads": 2, "num_v_heads": 4, "head_k_dim": 8, "head_v_dim": 12}
@@ -151,6 +154,56 @@ def test_a_step_adds_and_copies_nothing_of_the_input_size():
     assert any("_ProjectionBackward" in node for node in nodes)
     assert any("_SplitConvolutionBackward" in node for node in nodes)
     assert not any("SplitWithSizesBackward" in node for node in nodes)
+
+
+def test_gradients_take_the_memory_of_keys_that_nobody_reads(monkeypatch):
+    """A backward may store dq and dk over q and k of a layer, but not if it keeps its graph."""
+    seen, eager = [], load("eager")
+
+    def backward(problem, *others):
+        seen.append(problem.may_overwrite)
+        return eager.chunk_backward(problem, *others)
+
+    monkeypatch.setattr(fastpath, "select_backward", lambda _: replace(eager, chunk_backward=backward))
+    monkeypatch.setattr(fastpath, "_calls", {})
+    layer = build()
+    hidden = torch.randn(1, 70, SIZES["hidden_size"], requires_grad=True)
+    loss = layer(hidden).sum()
+    for keeps in (True, True, False):
+        torch.autograd.grad(loss, hidden, retain_graph=keeps)
+    checkpoint(layer, hidden, use_reentrant=False).sum().backward()
+    layer.conv1d.register_forward_hook(lambda *_: None)
+    layer(hidden).sum().backward()
+    q = torch.randn(1, 70, 2, 16, requires_grad=True)
+    gdn.chunk_gated_delta_rule(q, q, q)[0].sum().backward()
+    assert seen == [False, False, True, False, False, False]
+
+
+@pytest.mark.parametrize("name", ["GatedDeltaNet", "KimiDeltaAttention", "packed", "a replaced norm"])
+def test_recompute_keeps_less(name):
+    """Outputs and gradients have the bits of a layer that keeps all; a graph may be used twice."""
+    sizes = {"hidden_size": 64, "num_k_heads": 2, "num_v_heads": 4, "head_k_dim": 16, "head_v_dim": 32}
+    kind = gdn.KimiDeltaAttention if name.startswith("Kimi") else gdn.GatedDeltaNet
+    layers = [kind(**sizes, recompute=x, dtype=torch.bfloat16) for x in (False, True)]
+    layers[1].load_state_dict(layers[0].state_dict())
+    hidden = torch.randn(1, 300, 64, dtype=torch.bfloat16, requires_grad=True)
+    options = {"cu_seqlens": torch.tensor([0, 70, 70, 290])} if name == "packed" else {}
+    found, kept = [], []
+    for layer in layers:
+        if name == "a replaced norm":
+            layer.norm.register_forward_hook(lambda *_: None)
+        # the first call fills caches
+        layer(hidden, **options)
+        with torch.profiler.profile(profile_memory=True) as profile:
+            y = layer(hidden, **options)
+        kept.append(sum(x.self_cpu_memory_usage for x in profile.events()))
+        leaves, seed = [hidden, *layer.parameters()], torch.ones_like(y)
+        first = torch.autograd.grad(y, leaves, seed, retain_graph=True)
+        found.append([y, *first, *torch.autograd.grad(y, leaves, seed)])
+    assert all(torch.equal(x, y) for x, y in zip(*found, strict=True))
+    # q, k and v, the states of five chunks, and the input of out_proj
+    less = 300 * 256 * 2 + 5 * 4 * 16 * 32 * 2 + 300 * 128 * 2 * (name != "a replaced norm")
+    assert kept[0] - kept[1] >= less
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -8,6 +8,7 @@ Each name here may move or go with a new version of PyTorch. None has a public c
     _len_torch_function_stack            an active TorchFunctionMode must see the functions of a module
     module._has_any_global_hook          hooks of all modules must see a module's call, not its functions
     _top_saved_tensors_default_hooks     hooks of saved tensors, as of activation checkpointing
+    _get_current_graph_task_keep_graph   True while a backward keeps its graph for another one
     _disabled_torch_dispatch_impl        the mark of tensor subclasses that do not intercept operators
     decompose_custom_triton_ops          True while a compiler asks for the kernels inside an operator
     FunctionalTensor, -Mode              the tensors and the mode of AOTAutograd's trace
@@ -43,6 +44,7 @@ __all__ = [
     "intercepts_operators",
     "is_forward_mode",
     "is_plain",
+    "keeps_graph",
     "run_collective",
     "run_once",
 ]
@@ -67,6 +69,11 @@ def has_saved_tensor_hooks() -> bool:
     """Return True where hooks replace what autograd saves: checkpointing computes it again later."""
     autograd: Any = torch._C._autograd
     return autograd._top_saved_tensors_default_hooks(True) is not None
+
+
+def keeps_graph() -> bool:
+    """Return True in a backward whose saved tensors another backward may read (`retain_graph=True`)."""
+    return bool(torch._C._autograd._get_current_graph_task_keep_graph())
 
 
 def forward_tangent(x: Tensor) -> Tensor | None:

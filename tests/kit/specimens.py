@@ -342,9 +342,9 @@ def conv(
 
 
 def conv_of_parts(dtype: torch.dtype) -> Callable[[], Any]:
-    """Return the backward of a convolution from the gradients of q, k and v."""
-    sizes = (512, 512, 1024)
-    x, weight = (torch.randn(s, dtype=dtype, requires_grad=True) for s in ((1, 150, 2048), (2048, 4)))
+    """Return a convolution whose q, k and v are tensors of their own, and its backward."""
+    sizes = (1024, 1024, 2048)
+    x, weight = (torch.randn(s, dtype=dtype, requires_grad=True) for s in ((1, 150, 4096), (4096, 4)))
 
     def call() -> None:
         parts, _ = convolve_and_split(sizes, x, weight, activation="silu", backend="triton")

@@ -30,6 +30,8 @@ class GatedDeltaNet(DeltaRuleMixer):
         allow_neg_eigval  True: beta = 2 sigmoid(b)
         norm_eps          eps of the gated norm
         output_gate       "silu" or "sigmoid": the function act
+        recompute         True: keep less for the backward, which computes it again: the same bits
+                          (docs/limits.md)
         backend           backend of every operator; None: chosen automatically for each
         device, dtype     device and dtype of the parameters. A_log and dt_bias are created in fp32 (fp64 for
                           fp64) for every dtype, because 16 bits are too few for a log decay. A later
@@ -66,6 +68,7 @@ class GatedDeltaNet(DeltaRuleMixer):
         allow_neg_eigval: bool = False,
         norm_eps: float = 1e-6,
         output_gate: str = "silu",
+        recompute: bool = False,
         backend: str | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -77,7 +80,7 @@ class GatedDeltaNet(DeltaRuleMixer):
         )  # fmt: skip
         self.hidden_size, self.num_k_heads, self.num_v_heads = hidden_size, num_k_heads, num_v_heads
         self.head_k_dim, self.head_v_dim = head_k_dim, head_v_dim
-        self.allow_neg_eigval, self.backend = allow_neg_eigval, backend
+        self.allow_neg_eigval, self.recompute, self.backend = allow_neg_eigval, recompute, backend
         self.key_dim, self.value_dim = num_k_heads * head_k_dim, num_v_heads * head_v_dim
         place = {"device": device, "dtype": dtype}
         channels = 2 * self.key_dim + self.value_dim

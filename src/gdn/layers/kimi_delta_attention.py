@@ -30,6 +30,8 @@ class KimiDeltaAttention(DeltaRuleMixer):
         gate_rank         rank of in_proj_a and in_proj_z, each two linear maps; None: one linear map each
         lower_bound       the gate's lower bound, a number below 0; None: the gate with softplus
         norm_eps          eps of the gated norm
+        recompute         True: keep less for the backward, which computes it again: the same bits
+                          (docs/limits.md)
         backend           backend of every operator; None: chosen automatically for each
         device, dtype     device and dtype of the parameters, A_log and dt_bias as in `GatedDeltaNet`
 
@@ -57,6 +59,7 @@ class KimiDeltaAttention(DeltaRuleMixer):
         gate_rank: int | None = None,
         lower_bound: float | None = None,
         norm_eps: float = 1e-6,
+        recompute: bool = False,
         backend: str | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -71,7 +74,7 @@ class KimiDeltaAttention(DeltaRuleMixer):
         check_kimi(gate_rank, lower_bound)
         self.hidden_size, self.num_k_heads, self.num_v_heads = hidden_size, num_k_heads, HV
         self.head_k_dim, self.head_v_dim = head_k_dim, V
-        self.allow_neg_eigval, self.backend = False, backend
+        self.allow_neg_eigval, self.recompute, self.backend = False, recompute, backend
         self.gate_rank, self.lower_bound = gate_rank, lower_bound
         self.key_dim, self.value_dim = num_k_heads * head_k_dim, HV * V
 

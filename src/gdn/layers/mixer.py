@@ -2,6 +2,8 @@
 
 import math
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,9 +12,11 @@ from torch import Tensor, nn
 from gdn.layers.cache import GatedDeltaNetCache
 from gdn.layers.conv import ShortConvolution, convolve_and_split
 from gdn.layers.norm import GatedRMSNorm
-from gdn.layers.projections import SharedInput
+from gdn.layers.projections import SharedInput, has_own_forward
+from gdn.layers.recompute import recomputing
 from gdn.notation import Mask, Offsets
-from gdn.ops.rule import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
+from gdn.ops.conv import holds_alone
+from gdn.ops.rule import chunk_gated_delta_rule, chunk_on_own_keys, fused_recurrent_gated_delta_rule
 from gdn.problem import ContextParallel, check_context
 from gdn.problem.layer import check_cache, check_hidden
 
@@ -36,6 +40,7 @@ class DeltaRuleMixer(nn.Module):
     allow_neg_eigval: bool
     backend: str | None
     lower_bound: float | None = None
+    recompute: bool = False
 
     in_proj_qkv: nn.Linear
     in_proj_z: nn.Module
@@ -109,26 +114,58 @@ class DeltaRuleMixer(nn.Module):
         gating = Once(lambda: shared.project_last(self.in_proj_z))
         (qkv,) = shared.project(self.in_proj_qkv)
         window, state = (None, None) if cache is None else (cache.conv_state, cache.state)
-        sizes = [self.key_dim, self.key_dim, self.value_dim]
+        lengths: dict[str, Any] = {"cu_seqlens": cu_seqlens, "cu_seqlens_cpu": cu_seqlens_cpu}
+        kept: AbstractContextManager[Any] = nullcontext()
         if is_short and window is not None and cu_seqlens is None:
             qkv, window = self.conv1d.step(qkv, window)
-            q, k, v = qkv.split(sizes, dim=-1)
+            parts = qkv.split(self._widths, dim=-1)
         else:
-            (q, k, v), window = convolve_and_split(
-                self.conv1d, sizes, qkv, window, output_final_state=cache is not None, cu_seqlens=cu_seqlens,
-                cu_seqlens_cpu=cu_seqlens_cpu, cp_context=cp_context and cp_context.overlap(gates),
+            old, context = window, cp_context and cp_context.overlap(gates)
+            parts, window = convolve_and_split(
+                self.conv1d, self._widths, qkv, old, output_final_state=cache is not None, cp_context=context,
+                **lengths,
             )  # fmt: skip
+            if self.recompute and holds_alone(parts[0]):
+                given = qkv.detach(), None if old is None else old.detach()
+                again = partial(convolve_and_split, self.conv1d, self._widths, *given, **lengths)
+                kept = recomputing(lambda: again()[0], *parts)
         del qkv  # without a graph, the convolution's input is free during the rule
-        rule = fused_recurrent_gated_delta_rule if is_short else chunk_gated_delta_rule
-        a, b = gates()
-        o, state = rule(
+        with kept:
+            options = {"initial_state": state, "output_final_state": cache is not None, **lengths}
+            context = cp_context and cp_context.overlap(gating)
+            o, state = self._run_rule(parts, gates(), is_short, cp_context=context, **options)
+        if cache is not None:
+            cache.conv_state, cache.state = window, state
+        del parts, kept  # and q, k, v are free during the norm and the projections
+        z = gating().unflatten(-1, (self.num_v_heads, self.head_v_dim))
+        y = self.norm(o, z).flatten(-2)
+        if not self.recompute or not has_own_forward(self.norm):
+            return self.out_proj(y)  # type: ignore[no-any-return]
+        normalise = partial(self.norm, o.detach(), z.detach())
+        with recomputing(lambda: (normalise(),), y):
+            return self.out_proj(y)  # type: ignore[no-any-return]
+
+    @property
+    def _widths(self) -> list[int]:
+        """Return the channels of q, k and v."""
+        return [self.key_dim, self.key_dim, self.value_dim]
+
+    def _run_rule(
+        self, parts: tuple[Tensor, ...], logits: tuple[Tensor, ...], is_short: bool, **options: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        """Run the rule on the channels of q, k and v and on the logits of the gates."""
+        q, k, v = parts
+        a, b = logits
+        rule: Callable[..., Any] = fused_recurrent_gated_delta_rule
+        if not is_short:
+            rule = chunk_on_own_keys if holds_alone(q) else chunk_gated_delta_rule
+            options["recompute"] = self.recompute and options["cp_context"] is None
+        return rule(  # type: ignore[no-any-return]
             q.unflatten(-1, (self.num_k_heads, self.head_k_dim)),
             k.unflatten(-1, (self.num_k_heads, self.head_k_dim)),
             v.unflatten(-1, (self.num_v_heads, self.head_v_dim)),
             g=a.unflatten(-1, self.dt_bias.shape),
             beta=b,
-            initial_state=state,
-            output_final_state=cache is not None,
             use_qk_l2norm_in_kernel=True,
             use_gate_in_kernel=True,
             A_log=self.A_log,
@@ -136,15 +173,9 @@ class DeltaRuleMixer(nn.Module):
             lower_bound=self.lower_bound,
             use_beta_sigmoid_in_kernel=True,
             allow_neg_eigval=self.allow_neg_eigval,
-            cu_seqlens=cu_seqlens,
-            cu_seqlens_cpu=cu_seqlens_cpu,
-            cp_context=cp_context and cp_context.overlap(gating),
             backend=self.backend,
+            **options,
         )
-        if cache is not None:
-            cache.conv_state, cache.state = window, state
-        z = gating().unflatten(-1, (self.num_v_heads, self.head_v_dim))
-        return self.out_proj(self.norm(o, z).flatten(-2))
 
     def _weight_dtype(self) -> torch.dtype | None:
         """Return the dtype that inputs must have, or None under autocast and for a replaced projection."""

@@ -26,6 +26,7 @@ from gdn.ops.library import (
     library,
     no_second_derivative,
     requested,
+    without_autocast,
 )
 from gdn.problem import ContextParallel, check, check_context
 from gdn.problem.layer import ConvProblem, ConvUpdateProblem, parse_conv, parse_conv_update
@@ -127,20 +128,31 @@ def convolve_and_split(
 ) -> tuple[tuple[Channels, ...], ConvState | None]:
     """Return `causal_conv1d`'s y, split into parts of so many channels, and the final state.
 
-    Autograd would copy the gradients of the parts into one tensor. The backward here reads the parts. Other
-    calls than plain ones with gradients are `causal_conv1d` and `split`.
+    Autograd would copy the gradients of the parts into one tensor. The backward here reads the parts. Calls
+    that a tracer or a hook has to see are `causal_conv1d` and `split`; `holds_alone` tells them apart.
     """
     context = options.pop("cp_context", None)
     tensors = (x, weight, bias, options.get("initial_state"))
     # checkpointing compares what two forwards save, and the second one may run in another mode
-    is_plain_call = context is None and are_plain(*tensors) and not has_saved_tensor_hooks()
-    if not (is_plain_call and check.records_gradient(*tensors)):
+    if context is not None or not are_plain(*tensors) or has_saved_tensor_hooks():
         y, final = causal_conv1d(x, weight, bias, cp_context=context, **options)
         return y.split(sizes, dim=-1), final
     absent = dict.fromkeys(ConvProblem.declaration.names) | {"output_final_state": False}
     p = parse_conv(**absent | options | {"x": x, "weight": weight, "bias": bias})
-    *parts, final = _SplitConvolution.apply(sizes, *_CONV.arguments_of(p))
+    arguments = (tuple(sizes), *_CONV.arguments_of(p))
+    has_gradient = check.records_gradient(*tensors)
+    *parts, final = _SplitConvolution.apply(*arguments) if has_gradient else _convolve_parts(*arguments)
     return tuple(parts), final if p.output_final_state else None
+
+
+def holds_alone(part: Tensor) -> bool:
+    """Return True if a tensor is a part of `convolve_and_split`'s y that no hook and no mode has seen.
+
+    Its own backward does not read it, so the memory is free once the last reader's backward has run.
+    """
+    if torch.compiler.is_compiling():
+        return False
+    return type(part.grad_fn).__name__ == "_SplitConvolutionBackward"
 
 
 def causal_conv1d_update(
@@ -309,14 +321,25 @@ def _backward_arguments(
     return (*saved, *ctx.options.values(), dy, dS)
 
 
+def _convolve_parts(sizes: tuple[int, ...], *args: Any) -> tuple[Tensor, ...]:
+    """Return the parts of y and the final state; without a final state an empty tensor."""
+    if settings.debug():
+        y, final = conv_operator(*args)
+        return (*y.split(sizes, dim=-1), final)
+    problem, _ = _CONV.split(args)
+    check_offsets(problem)
+    function = select(problem).causal_conv1d
+    parts, final = without_autocast(problem.x.device, lambda: function(problem, sizes))
+    return (*parts, as_output(final, problem.x))
+
+
 class _SplitConvolution(torch.autograd.Function):
     """Run the operator and split y; the backward takes the gradients of the parts."""
 
     @staticmethod
-    def forward(ctx: Any, sizes: Sequence[int], *args: Any) -> tuple[Tensor, ...]:
-        y, final = conv_operator(*args)
-        _keep(ctx, args, (y, final))
-        return (*y.split(sizes, dim=-1), final)
+    def forward(ctx: Any, sizes: tuple[int, ...], *args: Any) -> tuple[Tensor, ...]:
+        _keep(ctx, args, ())
+        return _convolve_parts(sizes, *args)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:

@@ -39,7 +39,7 @@ import torch
 from torch import Tensor
 
 from gdn import settings
-from gdn._torch_compat import is_plain
+from gdn._torch_compat import is_plain, keeps_graph
 from gdn.backends import Backend, Saved, select, select_backward, select_recurrent
 from gdn.ops.library import (
     CHUNK_BACKWARD,
@@ -122,18 +122,20 @@ class _Rule(torch.autograd.Function):
     """Differentiate a call. Both forms use the chunked backward, since they compute the same function."""
 
     @staticmethod
-    def forward(ctx: Any, call: CachedCall, *tensors: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    def forward(
+        ctx: Any, call: CachedCall, owns_keys: bool, *tensors: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
         o, final, saved = call.compute(tensors, True)
-        ctx.call = call
+        ctx.call, ctx.owns_keys = call, owns_keys
         ctx.save_for_backward(*tensors, *saved)
         ctx.set_materialize_grads(False)
         return o, final
 
     @staticmethod
     def backward(ctx: Any, do: Tensor | None, dS: Tensor | None) -> tuple[Any, ...]:
-        _, *needs = ctx.needs_input_grad
+        _, _, *needs = ctx.needs_input_grad
         if do is None and dS is None:
-            return (None, *(None for _ in needs))
+            return (None, None, *(None for _ in needs))
         call = ctx.call
         assert call.backward is not None
         tensors, saved = Problem.split_tensors(ctx.saved_tensors)
@@ -142,23 +144,37 @@ class _Rule(torch.autograd.Function):
         if torch.is_grad_enabled() or not are_plain(*tensors, do, dS):
             gradients = chunk_backward(*problem.arguments(), *saved, do, dS)
         else:
+            last = replace(problem, may_overwrite=True) if ctx.owns_keys and _is_last(problem) else problem
 
             def run() -> Tensors:
                 kept = complete_saved(problem, Saved(*saved), call.backend)
-                gradients = call.backward.chunk_backward(problem, kept, do, dS)
+                gradients = call.backward.chunk_backward(last, kept, do, dS)
                 return tuple([make_contiguous(x) for x in gradients])
 
             gradients = guarded(CHUNK_BACKWARD, problem.device, run, tensors=(do, dS))
-        return (None, *requested(gradients, needs))
+        return (None, None, *requested(gradients, needs))
+
+
+def _is_last(problem: Problem) -> bool:
+    """Return True if no other backward reads the saved tensors of this one.
+
+    A backward in a CUDA graph may be replayed more often than its forward.
+    """
+    is_recorded = problem.q.is_cuda and torch.cuda.is_current_stream_capturing()
+    return not (is_recorded or keeps_graph())
 
 
 @dataclass(frozen=True)
 class RuleFunction:
-    """Describe a public function of the rule: its name, its operator, and the check of its arguments."""
+    """Describe a public function of the rule: its name, its operator, and the check of its arguments.
+
+    owns_keys: q and k of a call are tensors that nobody else reads, so a backward may store dq and dk there.
+    """
 
     name: str
     signature: Signature
     parse: Callable[[Tensors, tuple[Any, ...]], Problem]
+    owns_keys: bool = False
 
     def __call__(self, q: Tensor, tensors: Tensors, options: tuple[Any, ...]) -> tuple[Tensor, Tensor | None]:
         """Run the rule, from the cache if possible; return o and final_state.
@@ -187,7 +203,7 @@ class RuleFunction:
         if torch.is_grad_enabled():
             for x in tensors:
                 if x is not None and x.requires_grad:
-                    return _Rule.apply(call, *tensors)  # type: ignore[no-any-return]
+                    return _Rule.apply(call, self.owns_keys, *tensors)  # type: ignore[no-any-return]
         o, final_state, _ = call.compute(tensors, False)
         return o, final_state
 

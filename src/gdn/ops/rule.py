@@ -141,6 +141,17 @@ def chunk_gated_delta_rule(
     return _chunk(q, tensors, options)
 
 
+def chunk_on_own_keys(q: Q, k: Keys, v: Values, **options: Any) -> tuple[Values, State | None]:
+    """Run `chunk_gated_delta_rule` on q and k that nobody else reads, for layers.
+
+    A backward that keeps no graph may store dq and dk over q and k. Gradients have the same bits.
+    """
+    given = _DEFAULTS | {"q": q, "k": k, "v": v} | options
+    values = tuple([given[name] for name in _ARGUMENTS])
+    count = len(Problem.declaration.tensors)
+    return _chunk_on_own_keys(q, values[:count], values[count:])
+
+
 @with_fla_hint
 def fused_recurrent_gated_delta_rule(
     q: Q,
@@ -244,6 +255,7 @@ def _has_kernel(
 
 
 _ARGUMENTS = (*Problem.declaration.names, "cp_context")
+_DEFAULTS = {x.name: x.default for x in inspect.signature(chunk_gated_delta_rule).parameters.values()}
 
 
 def _parse(tensors: tuple[Any, ...], options: tuple[Any, ...]) -> Problem:
@@ -270,4 +282,5 @@ def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 _chunk = RuleFunction("chunk_gated_delta_rule", CHUNK_FORWARD, _parse)
+_chunk_on_own_keys = replace(_chunk, owns_keys=True)
 _recurrent = RuleFunction("fused_recurrent_gated_delta_rule", RECURRENT_FORWARD, _parse)

@@ -70,7 +70,8 @@ class Problem(Declared, Shapes):
     The tensors have the names and shapes of `notation`. With the in-kernel options `g` and `beta` hold raw
     logits. `backend` is the name that the caller passed, or None.
 
-    `layout_key` is not an argument: problems that share one differ only in the addresses of their tensors.
+    Two fields are no arguments. Problems that share a `layout_key` differ only in the addresses of their
+    tensors. With `may_overwrite` nobody reads q and k after this backward, so it may store dq and dk there.
     """
 
     q: Q
@@ -96,6 +97,7 @@ class Problem(Declared, Shapes):
     recompute: bool
     backend: str | None
     layout_key: Hashable = field(default=None, compare=False, repr=False)
+    may_overwrite: bool = field(default=False, compare=False, repr=False)
 
     @property
     def device(self) -> torch.device:

@@ -205,8 +205,10 @@ def store_slots(state: ConvPool, slot: Index | slice, valid: Mask | None, new: T
     state[slot] = new
 
 
-def causal_conv1d(problem: ConvProblem) -> tuple[Channels, ConvState | None]:
-    """Return y, and on request the last W - 1 inputs of each sequence; update a pool's slots in place."""
+def causal_conv1d(
+    problem: ConvProblem, sizes: tuple[int, ...] | None = None
+) -> tuple[Channels | tuple[Channels, ...], ConvState | None]:
+    """Return y, or parts of `sizes` channels, and the last W - 1 inputs; update a pool's slots in place."""
     x, ranges, dtype = problem.x, TokenRanges.from_problem(problem), accumulator_dtype(problem.x)
     taps = problem.weight.t().to(dtype).contiguous()
     bias = None if problem.bias is None else problem.bias.to(dtype)
@@ -217,7 +219,7 @@ def causal_conv1d(problem: ConvProblem) -> tuple[Channels, ConvState | None]:
     convolve_sequences(x, taps, bias, problem.activation == "silu", ranges, initial, y)
     clear_tail(y, problem)
     final = last_inputs(x, ranges, initial, problem.W - 1, x.dtype) if problem.output_final_state else None
-    return y, final
+    return y if sizes is None else y.split(sizes, -1), final
 
 
 def _conv_pool(

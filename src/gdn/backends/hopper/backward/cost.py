@@ -33,9 +33,11 @@ PLAN_TIME = 3.0  # us of `plan_reverse_segments`
 # us of Triton's backward: a launch of all its kernels, a chunk of its state pass, a chunk and value head
 TRITON_LAUNCHES, TRITON_CHUNK, TRITON_TILE = 25.0, 2.4, 0.147
 STRIP = 64  # value rows of dS^T of a consumer warpgroup
-SLABS = False  # run the backward in passes; off: they save memory, and take 30 % longer on an H100
+SLABS = False  # run every backward in passes; off: they save memory, and take 30 % longer on an H100
 # bytes of dS of a pass, which stay in the 50 MB of L2, and the least number of passes
 SLAB_BYTES, LEAST_PASSES = 24 << 20, 4
+# the same with `recompute`, where memory counts: a pass of any size takes some 34 us more
+RECOMPUTE_BYTES, RECOMPUTE_PASSES = 64 << 20, 2
 MOST_PLANS = 1 << 16  # passes x sequences, each a program of the kernel that plans the passes
 HOST_TIME = 200.0  # us in which the host launches this backward, twice that of Triton's
 
@@ -52,20 +54,28 @@ def is_worth_launching(p: Problem) -> bool:
 
 
 def slab_of(p: Problem) -> int | None:
-    """Return the chunks of a pass, whose dS has SLAB_BYTES, or None if one pass has all.
+    """Return the chunks of a pass of SLAB_BYTES or RECOMPUTE_BYTES of dS, or None if one pass has all.
 
-    One pass has all where there would be few, or where many sequences would make their plan slow.
+    One pass has all without `recompute`, unless SLABS is on; where there would be few; where many sequences
+    would make their plan slow; and where their boundary states in fp32 would take the memory that is saved.
     """
-    if not SLABS:
+    if not has_slabs(p):
         return None
-    size = max(1, SLAB_BYTES // (p.HV * p.K * p.V * p.q.element_size()))
+    most, least = (SLAB_BYTES, LEAST_PASSES) if SLABS else (RECOMPUTE_BYTES, RECOMPUTE_PASSES)
+    size = max(1, most // (p.HV * p.K * p.V * p.q.element_size()))
     passes = -(-p.num_chunks // size)
-    return size if passes >= LEAST_PASSES and passes * p.N <= MOST_PLANS else None
+    is_smaller = p.num_chunks - size > 4 * p.N
+    return size if passes >= least and passes * p.N <= MOST_PLANS and is_smaller else None
 
 
-def slab_kinds() -> tuple[int | None, ...]:
+def has_slabs(p: Problem) -> bool:
+    """Return True if a larger backward of this kind runs in passes."""
+    return SLABS or (p.recompute and 2 * STRIP == p.K)
+
+
+def slab_kinds(p: Problem) -> tuple[int | None, ...]:
     """Return a size of a pass for each kind of binaries that a problem of any size may need."""
-    return (None, 1) if SLABS else (None,)
+    return (None, 1) if has_slabs(p) else (None,)
 
 
 class Segmentation(NamedTuple):

@@ -38,6 +38,7 @@ from gdn.backends.hopper.backward.cost import (
 )
 from gdn.backends.hopper.backward.factors import ROWS, backward_factors_kernel
 from gdn.backends.hopper.backward.gradients import gradients_kernel
+from gdn.backends.hopper.backward.memory import allocate_late
 from gdn.backends.hopper.backward.scan import reverse_scan_kernel
 from gdn.backends.hopper.cost import Cut
 from gdn.backends.hopper.descriptors import (
@@ -209,9 +210,8 @@ def chunk_backward(problem: Problem, saved: Saved, do: Tensor | None, dfinal: Te
         new = allocate(p.device, plan.specs)
         if plan.before is not None:
             plan.before.run([*rules.tensors_of(p), *saved, do, dfinal, *new])
-        # free P and P_rest before dq and dk are allocated: this lowers peak memory
-        del new[-2:]
-        late = allocate(p.device, plan.late)
+        del new[-2:]  # free P and P_rest before dq and dk are allocated: this lowers peak memory
+        late = allocate_late(p, plan.late, plan.segments, new[4])
         plan.run([*p.tensors(), *saved, do, dfinal, *late, *new])
     return backward_results(new, late)
 
@@ -248,7 +248,7 @@ def plan_of(p: Problem, saved: Saved, do: Tensor, dfinal: Tensor | None, *, is_c
         if before is None:
             # with no backend named, `triton` may get a smaller backward of the kind
             is_shared = settings.backend(p.backend) is None
-            sizes = rules.kind_key(p, rules.describe(p)), slab_kinds()
+            sizes = rules.kind_key(p, rules.describe(p)), slab_kinds(p)
             compile_ahead(p.device, ("hopper backward", *sizes, dtype, is_shared), steps)
         return _plan(p, before, *schedule, slab)
 
@@ -270,7 +270,7 @@ def launches(problem: Problem, saved: Saved, do: Tensor, dfinal: Tensor | None) 
 
 def _all_steps(p: Problem, saved: Saved, do: Tensor, dfinal: Tensor | None) -> Iterator[Step]:
     """Yield the launches of backwards of this kind at any size, on placeholders for what they write."""
-    for schedule, slab in product(_all_schedules(p), slab_kinds()):
+    for schedule, slab in product(_all_schedules(p), slab_kinds(p)):
         plan = _plan(p, None, *schedule, slab)
         new = allocate_placeholders(p.device, plan.specs)
         # TMA descriptors need real strides: one tile of each tensor that has a descriptor

@@ -12,6 +12,7 @@ Bytes per token and channel in bf16: 4.
 """
 
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import triton
@@ -148,9 +149,9 @@ def load_input(source, token, start, is_read, has_initial):
 
 @kernel
 def _conv_kernel(
-    x_ptr, weight_ptr, bias_ptr, initial_ptr, cu_seqlens_ptr, index_ptr, has_ptr, y_ptr, final_ptr,
-    x_b, x_t, D, T, N, initial_n, initial_d, initial_l, final_n, final_d, final_l, index_n, has_n, L, slots,
-    tokens, num_blocks,
+    x_ptr, weight_ptr, bias_ptr, initial_ptr, cu_seqlens_ptr, index_ptr, has_ptr, y_ptr, final_ptr, k_ptr,
+    v_ptr, x_b, x_t, D, T, N, initial_n, initial_d, initial_l, final_n, final_d, final_l, index_n, has_n, L,
+    slots, tokens, num_blocks, k_first, v_first,
     LOWEST: tl.constexpr, IN_PLACE: tl.constexpr, W: tl.constexpr, SILU: tl.constexpr, U: tl.constexpr,
     BD: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
@@ -159,11 +160,19 @@ def _conv_kernel(
     # warps; no PDL. The W taps and the last W inputs of each channel stay in registers.
     # Reads x once, and W - 1 tokens before the block; writes y: 4 bytes per token and channel in bf16. For
     # each sequence that starts in the block it also writes the final window.
+    # With k_ptr and v_ptr, y is three tensors, and each strip lies in one of them.
     row, first, channels, is_channel = program_block(D * UNIT, tokens, num_blocks, BD)
     taps = load_taps(weight_ptr, channels, is_channel, W)
     bias = load_bias(bias_ptr, channels, is_channel)
     x_t = x_t.to(tl.int64) * UNIT
     y_t = D.to(tl.int64) * UNIT
+    if k_ptr is not None:
+        strip = (tl.program_id(0) % tl.cdiv(D * UNIT, BD)) * BD
+        is_q = strip < k_first * UNIT
+        is_v = strip >= v_first * UNIT
+        head = tl.where(is_v, v_first, tl.where(is_q, 0, k_first)) * UNIT
+        y_t = tl.where(is_v, D, tl.where(is_q, k_first, v_first)).to(tl.int64) * UNIT - head
+        y_ptr = tl.where(is_v, v_ptr, tl.where(is_q, y_ptr, k_ptr)) - head
     x_ptr += row.to(tl.int64) * x_b * UNIT + channels
     y_ptr += row.to(tl.int64) * T * y_t + channels
     n = find_sequence(cu_seqlens_ptr, N, row, first)
@@ -242,23 +251,34 @@ def choose_tiling(
     return Tiling(BD, num_warps, U, tokens, num_blocks, strips)
 
 
-_plans: PlanCache[Launch] = PlanCache()
+@dataclass(frozen=True)
+class _Plan:
+    launch: Launch
+    widths: tuple[int, ...]  # channels of the tensors that it writes: one, or three of whole strips each
 
 
-def causal_conv1d(problem: ConvProblem) -> tuple[Channels, ConvState | None]:
-    """See `Backend`; slots of a pool are updated in place."""
+_plans: PlanCache[_Plan] = PlanCache()
+
+
+def causal_conv1d(
+    problem: ConvProblem, sizes: tuple[int, ...] | None = None
+) -> tuple[Channels | tuple[Channels, ...], ConvState | None]:
+    """Return y, or its parts of so many channels, and the final state; update a pool's slots in place.
+
+    Three parts of whole strips are tensors of their own, others views of one.
+    """
     p = problem
     if p.W > MAX_TAPS:
-        return eager.BACKEND.causal_conv1d(p)  # type: ignore[no-any-return]
+        return eager.BACKEND.causal_conv1d(p, sizes)  # type: ignore[no-any-return]
     p = to_kernel_layout(p)
     with device_guard(p.x.device):
-        # every token is written by some program, padding included
-        y = p.x.new_empty(p.x.shape)
         final = p.x.new_empty(p.state_shape) if p.output_final_state else None
         initial = p.initial_state if p.state is None else p.state
         final_window = final if p.state is None else p.state
-        launch = _plans.get(conv_key(p), lambda: _plan(p, initial, final_window))
-        launch(
+        plan = _plans.get((conv_key(p), sizes), lambda: _plan(p, initial, final_window, sizes))
+        # every token is written by some program, padding included
+        y = tuple([p.x.new_empty(*p.x.shape[:2], width) for width in plan.widths])
+        plan.launch(
             p.x,
             p.weight,
             p.bias,
@@ -266,10 +286,13 @@ def causal_conv1d(problem: ConvProblem) -> tuple[Channels, ConvState | None]:
             p.cu_seqlens,
             p.state_index,
             p.has_initial_state,
-            y,
+            y[0],
             drop_empty(final_window),
+            *(y[1:] or (None, None)),
         )
-    return y, final
+    if sizes is None:
+        return y[0], final
+    return y if len(y) > 1 else y[0].split(sizes, -1), final
 
 
 def to_kernel_layout(problem: ConvProblem) -> ConvProblem:
@@ -309,23 +332,35 @@ def strides_or_zeros(x: Tensor | None, count: int) -> tuple[int, ...]:
     return (0,) * count if x is None else x.stride()
 
 
-def _plan(p: ConvProblem, initial: Tensor | None, final_window: Tensor | None) -> Launch:
+def first_channels(sizes: tuple[int, ...], BD: int) -> tuple[int, ...]:
+    """Return the first channels of parts two and three; () unless they begin with a strip of BD channels."""
+    firsts = tuple(accumulate(sizes[:-1]))
+    return () if len(sizes) != 3 or any(first % BD for first in firsts) else firsts
+
+
+def _plan(
+    p: ConvProblem, initial: Tensor | None, final_window: Tensor | None, sizes: tuple[int, ...] | None
+) -> _Plan:
     B, T, D = p.x.shape
-    # a constant unit lets Triton load 16 bytes of channels at once
-    unit = unit_of(*p.x.stride()[:2], D)
     # 8 channels per thread next to the addresses of a slot spill 24 bytes of registers on sm_90
     vector = 16 // p.x.element_size() if initial is None and final_window is None else 4
     tiling = choose_tiling(p, vector, 4, max(16, p.W), 256, machine(p.x.device))
+    firsts = first_channels(sizes or (), tiling.BD)
+    # a constant unit lets Triton load 16 bytes of channels at once
+    unit = unit_of(*p.x.stride()[:2], D, *firsts)
     L = p.W - 1 if p.state is None else p.state.shape[2]
     scalars = (
         p.x.stride(0) // unit, p.x.stride(1) // unit, D // unit, T, p.N, *strides_or_zeros(initial, 3),
         *strides_or_zeros(final_window, 3), *strides_or_zeros(p.state_index, 1),
         *strides_or_zeros(p.has_initial_state, 1), L,
         p.N if p.state is None else p.state.shape[0], tiling.tokens, tiling.num_blocks,
+        *([first // unit for first in firsts] or (None, None)),
     )  # fmt: skip
     constants = {
         "LOWEST": 0 if p.null_slot is None else 1, "IN_PLACE": p.state is not None, "W": p.W,
         "SILU": p.activation == "silu", "U": tiling.U,
         "BD": tiling.BD, "UNIT": unit,
     }  # fmt: skip
-    return Launch(_conv_kernel, B * tiling.num_blocks * tiling.strips, scalars, constants, tiling.num_warps)
+    grid = B * tiling.num_blocks * tiling.strips
+    launch = Launch(_conv_kernel, grid, scalars, constants, tiling.num_warps)
+    return _Plan(launch, sizes if firsts and sizes is not None else (D,))
