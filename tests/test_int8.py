@@ -224,6 +224,10 @@ def test_states_of_a_prefill(backend, device):
     assert error(o, want) <= 1e-5
     plain = api.decode(**moved(x, device), state=states, state_v_first=True, backend=backend)
     assert error(o, plain) <= 2e-2
+    held, none = copy(mine), torch.tensor([-1, SLOTS], device=device)
+    mine.write(none, states, state_v_first=True)
+    assert all(same_bits(a, b) for a, b in zip(written(mine), written(held), strict=True))
+    assert not mine.read(none, state_v_first=True).any()
 
 
 def test_a_decay_per_key_channel():

@@ -13,7 +13,7 @@ from kit.serving import inputs, pool_of, same_bits, step_of
 from torch import Tensor
 
 import gdn
-from gdn.reference.int16 import round_columns
+from gdn.reference.integers import round_columns
 
 H, HV, K, V, W = 8, 16, 16, 24, 4
 # 8 rows of 2 heads are 16 elements, a vector of AVX-512: PyTorch gives elements of a shorter one other bits

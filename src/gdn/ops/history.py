@@ -96,8 +96,8 @@ class HistoryPool:
         """Store `states` [n, HV, K, V] of any float in slots `index` [n] of one layer; empty their histories.
 
         Integers are rounded as a fold rounds them. This is how the states of `prefill`, which runs on a pool
-        of floats or an `Int16Pool`, reach slots in int8. Raises TypeError, ValueError for wrong tensors;
-        nothing is written then.
+        of floats or an `Int16Pool`, reach slots in int8. A slot below 0 or past the pool is skipped; no slot
+        may be written twice. Raises TypeError, ValueError for wrong tensors; nothing is written then.
         """
         write_slots(states_of(self, state_v_first), index, states, state_v_first)
         self.reset(index)

@@ -109,7 +109,7 @@ def read_slots(held: Tensor | ColumnStates, index: Index, state_v_first: bool, d
         return torch.zeros(*index.shape, *sizes, dtype=dtype, device=index.device)
     is_slot = (index >= 0) & (index < slots)
     states = read_states(held[index.clamp(0, slots - 1)], dtype)
-    return states.masked_fill(~is_slot[:, None, None, None], 0)
+    return states.masked_fill_(~is_slot[:, None, None, None], 0)
 
 
 def write_slots(held: Tensor | ColumnStates, index: Index, states: Tensor, state_v_first: bool) -> None:
