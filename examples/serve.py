@@ -71,15 +71,25 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--http", type=int, metavar="PORT", help="serve on 127.0.0.1, 0: any free port")
     parser.add_argument("--prompt", action="append", help="what to ask instead of the built-in questions")
-    sizes = ("requests", 8), ("new", 48), ("slots", 10), ("rows", 4), ("drafts", 2), ("max_len", 512)
-    for name, value in (*sizes, ("budget", 512), ("pages", 0), ("history", 0)):
-        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=value)
-    parser.add_argument("--temperature", type=float, default=0.0)
-    parser.add_argument("--top-p", type=float, default=1.0)
-    parser.add_argument("--seed", type=int, default=0)
+    sizes = (
+        ("requests", 8, "how many of the built-in questions"), ("new", 48, "most tokens of an answer"),
+        ("slots", 10, "states in the pool: of requests and of snapshots"),
+        ("rows", 4, "requests that run at a time"), ("drafts", 2, "draft tokens of a row in a step"),
+        ("max-len", 512, "most tokens of a prompt and its answer"),
+        ("budget", 512, "tokens of a step, decoded and prefilled"),
+        ("pages", 0, "pages of keys and values; 0: as many as the rows need, and half as many again"),
+        ("history", 0, "places of a slot's history, 2 to 32; 0: every decode writes the states"),
+    )  # fmt: skip
+    for name, value, text in sizes:
+        parser.add_argument(f"--{name}", type=int, default=value, help=f"{text} (default: {value})")
+    parser.add_argument("--temperature", type=float, default=0.0, help="0: the most likely token (default)")
+    parser.add_argument(
+        "--top-p", type=float, default=1.0, help="mass of the likeliest tokens to sample from"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="seed of the sampling")
     parser.add_argument("--state-dtype", choices=("float32", "bfloat16"), default="float32")
     # at 0.02 the model says one byte again and again and every draft holds, at 0.1 none does
-    parser.add_argument("--spread", type=float, default=0.045)
+    parser.add_argument("--spread", type=float, default=0.045, help="standard deviation of random weights")
     return parser.parse_args()
 
 
