@@ -33,6 +33,12 @@ def test_names_are_problems():
     assert {catalog.heads(name)[1] for name in catalog.PTO_GVA} == {16, 32, 48, 64}
     prompts = torch.tensor(catalog.case("16/32 1000 prompts").lengths.ends).diff()
     assert len(prompts) == 1000 and set(prompts.tolist()) == set(range(1, 301))
+    few = {"256 prompts": (1, 64), "300 prompts": (1, 300), "32 prompts": (100, 2000)}
+    for name, (least, most) in few.items():
+        prompts = torch.tensor(catalog.case(f"2/8 {name}").lengths.ends).diff()
+        assert (
+            len(prompts) == int(name.split()[0]) and least <= int(prompts.min()) <= int(prompts.max()) <= most
+        )
     assert [L.T for L in pto.LENGTHS][-1] == 4096 and len(pto.LENGTHS) == 15
 
 

@@ -172,9 +172,8 @@ def test_generation_and_pieces_are_those_of_the_originals(family, counts):
         assert counts[name] > 0, name
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_packed_documents_are_separate(family):
-    """The sparse attention of glm5_next does not: there all layers are those of this test."""
+def make_packed(family):
+    """Return a model that can separate documents, the documents, and their packed batch."""
     model = make_model(family)
     if family == "glm5_next":
         config = make_config(family)
@@ -186,6 +185,13 @@ def test_packed_documents_are_separate(family):
     )
     batch = collator([{"input_ids": d} for d in documents])
     batch.pop("labels")
+    return model, documents, batch
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_packed_documents_are_separate(family):
+    """The sparse attention of glm5_next does not: there all layers are those of this test."""
+    model, documents, batch = make_packed(family)
     with gdn.patch_transformers(), torch.no_grad():
         alone = torch.cat([model(d[None], use_cache=False).logits for d in documents], 1)
         for left_out in ((), ("seq_idx",), ("cu_seq_lens_q", "cu_seq_lens_k")):
@@ -199,14 +205,20 @@ def test_packed_documents_are_separate(family):
     assert error(inferred, alone) <= 2e-5
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_half_precision(family):
-    """In bf16 the patched model is as close to the fp32 one as the original is; convolutions may be fp32."""
-    model, ids = copy.deepcopy(make_model(family)).bfloat16(), tokens(2, 70)
+def make_half(family):
+    """Return a copy of the family's model in bf16; convolutions of two families stay fp32."""
+    model = copy.deepcopy(make_model(family)).bfloat16()
     if family != "kimi_linear":
         for layer in model.modules():
             if isinstance(layer, torch.nn.Conv1d):
                 layer.float()
+    return model
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_half_precision(family):
+    """In bf16 the patched model is as close to the fp32 one as the original is; convolutions may be fp32."""
+    model, ids = make_half(family), tokens(2, 70)
     with torch.no_grad():
         exact = make_model(family)(input_ids=ids).logits
         original = error(model(input_ids=ids).logits, exact)
@@ -218,6 +230,82 @@ def test_half_precision(family):
     (cache,) = cache_of(after).values()
     assert cache.layers[0].recurrent_states[0].dtype == torch.float32
     assert error(out.logits, exact) <= 1.3 * original
+
+
+@pytest.fixture
+def gpu():
+    """Return the CUDA device; convolutions without TF32, and a call left to Transformers is an error."""
+    with torch.backends.cudnn.flags(enabled=True, allow_tf32=False), warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*is left to Transformers")
+        yield torch.device("cuda")
+
+
+NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+@pytest.mark.gpu
+@NEEDS_GPU
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_gradients_and_tokens_on_a_gpu(family, counts, gpu):
+    """In fp32 beside the original functions on the same device, and pieces of a prompt beside the whole."""
+    model, ids = copy.deepcopy(make_model(family)).to(gpu), tokens(2, 70).to(gpu)
+    model.set_experts_implementation("eager")
+    with torch.no_grad():
+        logits = model(input_ids=ids, use_cache=False).logits
+    loss, gradients = loss_and_gradients(model, ids)
+    words = generate(model, ids)
+    assert not counts
+    with gdn.patch_transformers():
+        patched_loss, patched_gradients = loss_and_gradients(model, ids)
+        with torch.no_grad():
+            assert error(model(input_ids=ids, use_cache=False).logits, logits) <= 2e-5
+            out, rows = {}, []
+            for piece in ids.split([64, 1, 1, 4], dim=1):
+                out = model(input_ids=piece, use_cache=True, **cache_of(out))
+                rows.append(out.logits)
+        assert torch.equal(generate(model, ids), words)
+    assert error(torch.cat(rows, 1), logits) <= 2e-5
+    assert error(patched_loss, loss) <= 2e-5 and patched_gradients.keys() == gradients.keys()
+    errors = {name: error(patched_gradients[name], x) for name, x in gradients.items()}
+    assert max(errors.values()) <= 1e-3, max(errors.items(), key=lambda item: item[1])
+    for _, name in SERVED:
+        assert counts[name] > 0, name
+
+
+@pytest.mark.gpu
+@NEEDS_GPU
+@pytest.mark.parametrize("family", FAMILIES)
+def test_packed_documents_on_a_gpu(family, gpu):
+    model, documents, batch = make_packed(family)
+    model = copy.deepcopy(model).to(gpu)
+    model.set_experts_implementation("eager")
+    batch = {name: x.to(gpu) if isinstance(x, torch.Tensor) else x for name, x in batch.items()}
+    with gdn.patch_transformers(infer_packing=True), torch.no_grad():
+        alone = torch.cat([model(d[None].to(gpu), use_cache=False).logits for d in documents], 1)
+        given = [batch, {name: batch[name] for name in ("input_ids", "position_ids")}]
+        for options in given:
+            assert error(model(**options, use_cache=False).logits, alone) <= 2e-5
+
+
+@pytest.mark.gpu
+@NEEDS_GPU
+@pytest.mark.parametrize("family", FAMILIES)
+def test_half_precision_on_a_gpu(family, gpu):
+    """In bf16 the patched model is as close to the fp32 one on the CPU as the original is; it trains."""
+    model, ids = make_half(family).to(gpu), tokens(2, 70)
+    model.set_experts_implementation("eager")
+    with torch.no_grad():
+        exact = make_model(family)(input_ids=ids).logits
+        ids = ids.to(gpu)
+        original = error(model(input_ids=ids).logits.cpu(), exact)
+        with gdn.patch_transformers():
+            out = model(input_ids=ids, use_cache=True)
+            after = model(input_ids=ids[:, :1], **cache_of(out))
+    with gdn.patch_transformers():
+        loss, gradients = loss_and_gradients(model, ids)
+    assert out.logits.dtype == torch.bfloat16 and bool(after.logits.isfinite().all())
+    assert error(out.logits.cpu(), exact) <= 1.3 * original
+    assert all(bool(x.isfinite().all()) for x in (loss, *gradients.values()))
 
 
 def test_a_rejected_call_is_left_to_the_original(monkeypatch):

@@ -43,6 +43,13 @@ BATCHED = {
     "1000 prompts": packed(*(1 + 119 * n % 300 for n in range(1000))),
     "long last": packed(*[512] * 31, 8192),
 }
+# fewer or shorter prompts: 256 of 1 to 64 tokens, 300 of 1 to 300, 32 of 100 to 2,000
+SHORT_PROMPTS = {
+    "256 prompts": packed(*(1 + 37 * n % 64 for n in range(256))),
+    "300 prompts": packed(*(1 + 119 * n % 300 for n in range(300))),
+    "32 prompts": packed(*(100 + 1237 * n % 1901 for n in range(32))),
+}
+SHORT = ("64x128", "1000 prompts", *SHORT_PROMPTS, "16x64", "128x17", "1x512", "1x256")
 # PTO's benchmark: 16 sequences of 16,384 tokens, 262,144 in all, 16 key heads
 PTO = "16/16 16x16384"
 PTO_GVA = tuple(f"16/{HV} 16x16384" for HV in (16, 32, 48, 64))
@@ -53,13 +60,14 @@ TABLE = (  # the standard problems of prefill
     "16/32 1x8192", "16/32 4x8192", "16/32 8x4096", "16/32 8x1024", "16/32 1x2048", PTO,
 )  # fmt: skip
 TRAIN = ("16/32 1x8192", "16/32 1x32768", "16/32 8x4096")  # the standard problems of train
-NAMED = LADDERS | BATCHED
+NAMED = LADDERS | BATCHED | SHORT_PROMPTS
 SETS: dict[str, tuple[str, ...]] = {
     "table": TABLE,
     "family": tuple(f"{heads} {sequences}" for heads in FAMILY for sequences in ("1x8192", "4x8192")),
     "lengths": tuple(f"16/32 {sequences}" for sequences in SEQUENCES),
     "ladders": tuple(f"{heads} {ladder}" for heads in FAMILY for ladder in LADDERS),
     "batched": tuple(f"16/32 {sequences}" for sequences in ("64x128", *BATCHED)),
+    "short": tuple(f"{heads} {sequences}" for sequences in SHORT for heads in ("16/32", "2/8", "16/64")),
     "pto": PTO_GVA,
 }
 SETS["all"] = tuple(dict.fromkeys(name for names in SETS.values() for name in names))
