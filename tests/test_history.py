@@ -556,11 +556,15 @@ def test_sizes_are_checked():
     sizes = {"num_k_heads": 1, "num_v_heads": 2, "head_k_dim": 16, "head_v_dim": 12}
     for change, message in (
         ({"places": 33}, "places: expected 2 to 32, got 33"),
+        ({"head_k_dim": 0}, "head_k_dim: expected at least 1, got 0"),
+        ({"num_k_heads": 3}, "num_v_heads: expected a multiple of num_k_heads=3, got 2"),
+        ({"state_dtype": torch.int32}, "state_dtype: expected one of"),
+        ({"history_dtype": torch.int16}, "history_dtype: expected one of"),
         ({"room": 9}, "room: expected 1 to 8, half of 16 places, got 9"),
         ({"decay": "row"}, "decay: expected one of"),
     ):
-        with pytest.raises(ValueError, match=message):
-            gdn.allocate_history_pool(2, **sizes, **change)
+        with pytest.raises((TypeError, ValueError), match=message):
+            gdn.allocate_history_pool(2, **sizes | change)
     with pytest.raises(ValueError, match="room: expected at least 2, the most tokens of a row, got 1"):
         api.decode_with_history(**inputs(2, 2, **SIZES), pool=pool())
 

@@ -404,6 +404,13 @@ def test_refusals():
         pool.write(torch.tensor([0]), torch.zeros(1, 4, 16, 24), state_v_first=True)
     with pytest.raises(TypeError, match="index: expected an int32 or int64 tensor"):
         pool.read(torch.tensor([0.0]), state_v_first=True)
+    sizes = {"num_v_heads": 4, "head_k_dim": 16, "head_v_dim": 24}
+    for lead, change, match in (
+        ((2.0,), {}, r"lead\[0\]: expected an int"), ((2, -1), {}, r"lead\[1\]: expected at least 0"),
+        ((), {}, "expected slots"), ((2,), {"head_v_dim": 0}, "head_v_dim: expected at least 1"),
+    ):  # fmt: skip
+        with pytest.raises((TypeError, ValueError), match=match):
+            gdn.allocate_int16_pool(*lead, **sizes | change)
 
 
 def test_examples_and_bytes():

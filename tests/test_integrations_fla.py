@@ -260,6 +260,8 @@ def test_calls_of_key_channels_that_stay_with_fla(monkeypatch):
         for more in rest:
             assert chunk(*x, **options, **more) == "fla's own", more
         assert recurrent.fused_recurrent_kda(*x, **options, unknown=1) == "fla's own"
+        wrong = options | {"dt_bias": torch.zeros(7)}
+        assert recurrent.fused_recurrent_kda(*x, **wrong) == "fla's own"
         monkeypatch.setattr(fla_patch, "has_kernel", lambda q, v, g, is_recurrent: is_recurrent)
         assert chunk(*x, **options) == "fla's own"
         assert torch.is_tensor(recurrent.fused_recurrent_kda(*x, **options)[0])

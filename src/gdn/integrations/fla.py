@@ -249,7 +249,10 @@ def channel_options(
     options = rule_options(kwargs, state_v_first)
     if options.get("use_gate_in_kernel"):
         options["lower_bound"] = lower_bound
-        for name, shape in (("A_log", (-1,)), ("dt_bias", g.shape[2:])):
-            if options.get(name) is not None:
-                options[name] = options[name].view(shape)
+        A_log, dt_bias = options.get("A_log"), options.get("dt_bias")
+        if A_log is not None:
+            options["A_log"] = A_log.flatten()
+        # another number of elements is an error that names the tensor
+        if dt_bias is not None and dt_bias.numel() == g.shape[2:].numel():
+            options["dt_bias"] = dt_bias.reshape(g.shape[2:])
     return options

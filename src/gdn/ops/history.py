@@ -20,7 +20,14 @@ from gdn.ops.int16 import read_slots, write_slots
 from gdn.ops.library import Signature, define_writer, guarded
 from gdn.ops.serving import TOKENS
 from gdn.problem import FoldProblem, HistoryProblem, check
-from gdn.problem.history import COLUMNS, check_sizes, parse_fold, parse_history
+from gdn.problem.history import (
+    COLUMNS,
+    check_pool_dtypes,
+    check_pool_sizes,
+    check_sizes,
+    parse_fold,
+    parse_history,
+)
 
 
 @dataclass(frozen=True)
@@ -165,10 +172,14 @@ def allocate_history_pool(
         device                      None: PyTorch's default device
 
     Returns: a HistoryPool, whose `bytes_per_slot` is the memory of a slot in one layer.
-    Raises: TypeError, ValueError for sizes out of range.
+    Raises: TypeError, ValueError for sizes out of range, and for other dtypes.
     Cost:   at 16/32 heads of 128 x 128 a place takes 12.5 KB in bf16, and a state 2.1 MB in fp32.
     """
     check_sizes(lead, decay, places, room)
+    check_pool_sizes(
+        lead, num_k_heads=num_k_heads, num_v_heads=num_v_heads, head_k_dim=head_k_dim, head_v_dim=head_v_dim
+    )
+    check_pool_dtypes(state_dtype, history_dtype)
     H, HV, K, V = num_k_heads, num_v_heads, head_k_dim, head_v_dim
     history = (*lead, places)
     decays, dtype = ((HV, K), torch.float32) if decay == "channel" else ((HV,), torch.float64)

@@ -10,6 +10,7 @@ from gdn.backends.eager.conv import repeat_valid
 from gdn.backends.eager.integers import ColumnStates, read_states
 from gdn.notation import Index
 from gdn.problem import check
+from gdn.problem.history import check_pool_sizes
 
 
 @dataclass(frozen=True)
@@ -87,8 +88,12 @@ def allocate_int16_pool(
         state_v_first               layout of the states
         device                      None: PyTorch's default device
 
+    Raises: TypeError, ValueError for sizes out of range.
     A ring of R states per slot is `allocate_int16_pool(slots, R, ...)`.
     """
+    check_pool_sizes(lead, num_v_heads=num_v_heads, head_k_dim=head_k_dim, head_v_dim=head_v_dim)
+    if not lead:
+        raise TypeError("allocate_int16_pool: expected slots, or layers and slots, got nothing")
     HV, last = num_v_heads, (head_v_dim, head_k_dim) if state_v_first else (head_k_dim, head_v_dim)
     return Int16Pool(
         torch.zeros(*lead, HV, *last, dtype=torch.int16, device=device),

@@ -225,6 +225,30 @@ def check_sizes(lead: Any, decay: Any, places: Any, room: Any) -> None:
     check_room(room, places)
 
 
+def check_pool_sizes(lead: Any, **sizes: Any) -> None:
+    """Check the sizes of a pool before it is allocated: those of its first axes, heads and their sizes."""
+    for name, size in [*((f"lead[{i}]", x) for i, x in enumerate(lead)), *sizes.items()]:
+        least = 0 if name.startswith("lead") else 1
+        if isinstance(size, bool) or not isinstance(size, int):
+            raise TypeError(f"{name}: expected an int, got {type(size).__name__}")
+        if size < least:
+            raise ValueError(f"{name}: expected at least {least}, got {size}")
+    H, HV = sizes.get("num_k_heads", 1), sizes["num_v_heads"]
+    if HV % H:
+        raise ValueError(f"num_v_heads: expected a multiple of num_k_heads={H}, got {HV}")
+
+
+def check_pool_dtypes(state_dtype: Any, history_dtype: Any) -> None:
+    """Check the dtypes of a pool of histories before it is allocated."""
+    kinds = (
+        ("state_dtype", state_dtype, (*check.FLOATS, torch.int16, torch.int8)),
+        ("history_dtype", history_dtype, check.FLOATS),
+    )
+    for name, dtype, known in kinds:
+        if dtype not in known:
+            raise TypeError(f"{name}: expected one of {', '.join(map(str, known))}, got {dtype}")
+
+
 def check_use_history(use_history: Any, state: Any) -> None:
     """Check the caller's choice of the way; states in int8 have no plain one, which writes every token."""
     if use_history is not None and not isinstance(use_history, bool):
