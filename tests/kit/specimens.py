@@ -767,7 +767,7 @@ OTHERS = {
     "history int8 64": (history, (256, 1, 64, BF16, INT8, 16, True, False), EVERYWHERE),
     "history int8 of drafts, K first": (history, (3, 4, 64, BF16, INT8, 20, False, True), TUNED),
     "history of channels": (history, (80, 1, 128, BF16, FP32, 16, True, False, True), TUNED),
-    "history of channels, int8": (history, (3, 4, 64, FP32, INT8, 20, False, True, True), TUNED),
+    "history of channels, int8": (history, (3, 4, 64, BF16, INT8, 20, False, True, True), TUNED),
     "replay of channels": (replay, (80, 4, 128, 128, BF16, FP32, BF16, True, False, True), TUNED),
     "replay fp16 60": (replay, (3, 4, 60, 60, FP16, FP16, FP32, True, False), TUNED),
     "commit to two places": (commit, (BF16, True), TUNED),
