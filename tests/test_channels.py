@@ -16,7 +16,8 @@ import gdn
 from gdn import reference
 from gdn.backends import eager, hopper, select_backward, select_recurrent, triton
 from gdn.backends.eager import channels
-from gdn.problem import parse
+from gdn.problem import HistoryProblem, parse
+from gdn.problem.history import parse_history
 from gdn.reference import serving, stages
 from gdn.testing import Case, check, covering, inputs, packed, rows
 from gdn.testing.accuracy import reference_rule, run
@@ -373,17 +374,16 @@ def test_kernels_refuse_the_rank_and_the_bound_by_name(monkeypatch):
     with pytest.raises(NotImplementedError, match=f"hopper: {rank}"):
         gdn.chunk_kda(q, q, v, per_channel, backend="hopper")
     assert gdn.explain(q, q, v, per_channel).chosen == "triton"
-    # a history in a ring, and its fold, take a decay per head
+    # so have the kernels of histories; one with a decay per head has no bound
     sizes = {"num_k_heads": 2, "num_v_heads": 4, "head_k_dim": 16, "head_v_dim": 16}
-    pool = gdn.allocate_history_pool(3, **sizes, places=8, room=4, decay="channel")
-    g = per_channel[:, :4]
-    calls = [
-        lambda: gdn.decode_with_history(*(x[:, :4] for x in (q, q, v)), pool, g=g, backend="triton"),
-        lambda: gdn.fold_history(pool, torch.tensor([0]), backend="triton"),
-    ]  # fmt: skip
-    for call in calls:
-        with pytest.raises(NotImplementedError, match="got one per key channel"):
-            call()
+    for decay, g, reason in (("channel", per_channel, None), ("head", per_head, bound)):
+        pool = gdn.allocate_history_pool(3, **sizes, places=8, room=4, decay=decay)
+        packet = {"a": g[:, :4], "b": g[:, :4, :, 0] if g.dim() == 4 else g[:, :4], "A_log": torch.zeros(4)}
+        given = dict.fromkeys(HistoryProblem.__dataclass_fields__) | vars(pool) | packet
+        flags = {"use_qk_l2norm_in_kernel": True, "allow_neg_eigval": False, "state_v_first": False}
+        given |= flags | {"q": q[:, :4], "k": q[:, :4], "v": v[:, :4], "lower_bound": -5.0}
+        refused = triton.refuses(parse_history(**given))
+        assert refused is None if reason is None else reason in refused
 
 
 ZEROS = torch.zeros(1, 5, HV, K)

@@ -178,7 +178,7 @@ def test_a_gpu_runs_the_kernels():
 # dtype of the tokens, of the pool and of the history; tokens of a row; options
 REPLAYS = [
     (BF16, BF16, BF16, 4, {"lower_bound": -5.0, "state_v_first": True}),
-    (F32, F32, F32, 9, {"state_v_first": False, "K": 80}),
+    (F32, F32, F32, 9, {"state_v_first": False, "K": 80, "places": 84}),
     (F16, F32, F32, 1, {"lower_bound": -40.0, "state_v_first": True, "use_qk_l2norm_in_kernel": False}),
     (F32, BF16, BF16, 16, {"lower_bound": -5.0, "state_v_first": False}),
     (BF16, F32, BF16, 2, {"state_v_first": True}),
@@ -187,7 +187,7 @@ PLACES = 36
 
 
 def packets(dtype, pool, kept, T, rows=4, HV=HV, K=K, V=V, places=PLACES, **options):
-    """Return packets on histories of other tokens: empty, of one block, of several, and almost full.
+    """Return packets on histories of other tokens: empty, short, longer, and almost full.
 
     The third row has no slot. One channel of the history, and one of a packet, has a reset.
     """
@@ -204,7 +204,7 @@ def packets(dtype, pool, kept, T, rows=4, HV=HV, K=K, V=V, places=PLACES, **opti
         "history_u": torch.randn(slots, places, HV, V).to(kept) / 8,
         "history_k": torch.randn(slots, places, H, K).to(kept) / 4,
         "history_G": -torch.rand(slots, places, HV, K) / 8,
-        "cursor": torch.tensor([0, 34, 5, 20])[:rows].repeat(slots)[:slots].int(),
+        "cursor": torch.tensor([0, places - 2, 5, 20])[:rows].repeat(slots)[:slots].int(),
     }
     history["history_G"][:, 3, :, 2] = -1000.0
     state = pool_of(slots, HV=HV, K=K, V=V, dtype=pool, v_first=v_first)

@@ -19,6 +19,7 @@ BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float6
 SIZES = {"H": 1, "HV": 2, "K": 16, "V": 12}
 SLOTS, PLACES = 6, 8
 LAYOUTS = [True, False]
+DECAYS = ["head", "channel"]
 WRITTEN = ("state", "history_u", "history_k", "history_G", "cursor")
 
 
@@ -148,12 +149,14 @@ def test_drafts_of_which_some_are_kept(backend, device, tokens, places, kept):
         x, _ = agree(backend, device, x, given, TOLERANCE[kept], **where)
 
 
-@pytest.mark.parametrize("null_slot", [None, pytest.param(0, marks=pytest.mark.interpret)])
-def test_packed_rows(backend, device, null_slot):
+@pytest.mark.parametrize(
+    "null_slot, decay", [(None, "head"), *(pytest.param(0, x, marks=pytest.mark.interpret) for x in DECAYS)]
+)
+def test_packed_rows(backend, device, null_slot, decay):
     """Rows of 0 to 3 tokens agree, and tokens past the last row output zeros."""
-    x, offsets = pool(6, 3), torch.tensor([0, 2, 2, 5, 6], dtype=torch.int32)
+    x, offsets = pool(6, 3, decay=decay), torch.tensor([0, 2, 2, 5, 6], dtype=torch.int32)
     for _ in range(2):
-        given = inputs(1, 7, **SIZES, raw=True)
+        given = inputs(1, 7, **SIZES, raw=True, is_per_channel=decay == "channel")
         where = {"read_index": torch.tensor([3, 2, 5, 0]), "cu_seqlens": offsets, "null_slot": null_slot}
         expected = reference.decode_with_history(**given, pool=x, **where)
         got = on(x, device)
@@ -333,19 +336,22 @@ def test_strides_are_free(backend, device):
 
 
 @pytest.mark.parametrize(
-    "is_gated, uses, kind",
+    "is_gated, uses, kind, decay",
     [
-        pytest.param(True, True, F32, marks=pytest.mark.interpret),
-        (False, False, F32),
-        (False, True, torch.int16),
-        pytest.param(True, False, torch.int16, marks=pytest.mark.interpret),
-        (True, True, torch.int8),
+        pytest.param(True, True, F32, "head", marks=pytest.mark.interpret),
+        (False, False, F32, "head"),
+        (False, True, torch.int16, "head"),
+        pytest.param(True, False, torch.int16, "head", marks=pytest.mark.interpret),
+        (True, True, torch.int8, "head"),
+        pytest.param(False, True, torch.int8, "channel", marks=pytest.mark.interpret),
+        (True, False, F32, "channel"),
     ],
 )
-def test_a_step_of_a_layer(backend, device, is_gated, uses, kind):
+def test_a_step_of_a_layer(backend, device, is_gated, uses, kind, decay):
     """decode_step on a HistoryPool has the bits of its three functions, and calls repeat from the cache."""
-    x, options = step_of(2, 1, 2, 16, 12, 4, is_gated=is_gated, slots=3)
+    x, options = step_of(2, 1, 2, 16, 12, 4, is_gated=is_gated, slots=3, is_per_channel=decay == "channel")
     sizes = {"num_k_heads": 1, "num_v_heads": 2, "head_k_dim": 16, "head_v_dim": 12, "state_v_first": True}
+    sizes |= {"decay": decay}
     x, given = moved(x, device), {"use_history": uses, "backend": backend}
     state = x.pop("state")
     types, slots = {"state_dtype": kind, "history_dtype": F32}, torch.arange(3, device=device)
@@ -390,15 +396,34 @@ def test_a_step_refuses_what_a_history_does_not_have():
             api.decode_step(**x | options | change)
 
 
-@pytest.mark.parametrize("places", [4, 8])
-def test_a_decay_per_key_channel(places):
-    """A history of g itself agrees, and is folded, on eager."""
-    x = pool(places, decay="channel")
-    for _ in range(5):
-        given = inputs(2, 1, **SIZES)
-        given["g"] = -torch.rand(2, 1, 2, 16) / 8
-        rows = torch.tensor([5, 1])
-        x, _ = agree("eager", "cpu", x, given, read_index=rows)
+@pytest.mark.parametrize(
+    "tokens, places, kinds, options",
+    [
+        pytest.param(1, 4, (F32, F32, F32), {"K": 80, "v_first": True}, marks=pytest.mark.interpret),
+        pytest.param(9, 20, (BF16, BF16, BF16), {"v_first": False}, marks=pytest.mark.interpret),
+        (3, 8, (F32, BF16, F32), {"K": 200, "V": 40, "v_first": True}),
+        (1, 32, (BF16, F32, BF16), {"K": 128, "V": 72, "v_first": False}),
+    ],
+)
+def test_a_decay_per_key_channel(backend, device, poison, tokens, places, kinds, options):
+    """A history of g itself agrees through turns of its ring and folds, with a reset, a bound and drafts."""
+    sizes, v_first = SIZES | options, options["v_first"]
+    sizes.pop("v_first")
+    dtype, state, kept = kinds
+    x = pool(places, tokens, state, kept, v_first, decay="channel", **sizes)
+    x.cursor[:, 0] = places - 1
+    for step in range(5 if tokens > 1 else 6):
+        given = inputs(3, tokens, **sizes, dtype=dtype, raw=step % 2 == 1, is_per_channel=True)
+        where = {"read_index": torch.tensor([5, -1, 2]), "state_v_first": v_first}
+        where |= {"use_qk_l2norm_in_kernel": True}
+        if tokens > 1:
+            where["num_accepted"] = torch.tensor([0 if step == 0 else tokens, 0, step])
+        if step % 2 == 1:
+            where["lower_bound"] = -5.0
+        else:
+            given["g"][:, 0, :, 3] = -torch.inf
+        x, o = agree(backend, device, x, given, max(TOLERANCE[t] for t in kinds), **where)
+        assert not o[1].any()
 
 
 def test_a_pool_of_layers():

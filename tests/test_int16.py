@@ -329,15 +329,24 @@ def test_histories_fold_into_int16(decay):
     assert error(got, states_of(plain)) <= 1e-3
 
 
-@pytest.mark.parametrize("kind, tokens", [pytest.param("fp32", 1, marks=pytest.mark.interpret), ("bf16", 3)])
-@pytest.mark.parametrize("v_first", [pytest.param(True, marks=pytest.mark.interpret), False])
-def test_kernels_of_histories_in_int16(backend, device, kind, tokens, v_first):
+@pytest.mark.parametrize(
+    "kind, tokens, v_first, decay",
+    [
+        pytest.param("fp32", 1, True, "head", marks=pytest.mark.interpret),
+        pytest.param("fp32", 1, False, "channel", marks=pytest.mark.interpret),
+        ("fp32", 1, False, "head"),
+        pytest.param("bf16", 3, True, "head", marks=pytest.mark.interpret),
+        ("bf16", 3, False, "head"),
+        ("bf16", 3, True, "channel"),
+    ],
+)
+def test_kernels_of_histories_in_int16(backend, device, kind, tokens, v_first, decay):
     """Outputs, integers and scales are the reference's; a column with NaN keeps it to itself."""
     dtype = {"fp32": F32, "bf16": BF16}[kind]
     with torch.device(device):
         mine = gdn.allocate_history_pool(
             4, num_k_heads=1, num_v_heads=2, head_k_dim=40, head_v_dim=12, places=6, room=tokens,
-            state_dtype=torch.int16, history_dtype=dtype, state_v_first=v_first,
+            state_dtype=torch.int16, history_dtype=dtype, state_v_first=v_first, decay=decay,
         )  # fmt: skip
     start = rounded(pool_of(4, HV=2, K=40, V=12, v_first=v_first), v_first)
     start.state[1] = 0
@@ -345,7 +354,7 @@ def test_kernels_of_histories_in_int16(backend, device, kind, tokens, v_first):
     rows, options = torch.tensor([2, 0, 1, -1]), {"state_v_first": v_first, "use_qk_l2norm_in_kernel": True}
     for step in range(7):
         held = copy(mine)
-        x = inputs(4, tokens, H=1, HV=2, K=40, V=12, dtype=dtype)
+        x = inputs(4, tokens, H=1, HV=2, K=40, V=12, dtype=dtype, is_per_channel=decay == "channel")
         if step == 4:
             x["v"][0, 0, 1, 5] = float("nan")
         more = {"num_accepted": torch.tensor([1, tokens, 0, 1])} if tokens > 1 else {"use_history": True}

@@ -272,14 +272,16 @@ def replay(
 
 
 def history(
-    B: int, T: int, D: int, dtype: Any, pool_dtype: Any, places: int, v_first: bool, has_drafts: bool
-) -> Callable[[], Any]:
+    B: int, T: int, D: int, dtype: Any, pool_dtype: Any, places: int, v_first: bool, has_drafts: bool,
+    is_per_channel: bool = False,
+) -> Callable[[], Any]:  # fmt: skip
     """Return a step that appends to histories, and a fold of these."""
     sizes = {"num_k_heads": 2, "num_v_heads": 4, "head_k_dim": D, "head_v_dim": D, "state_v_first": v_first}
     pool = gdn.allocate_history_pool(
-        B, **sizes, places=places, room=T, state_dtype=pool_dtype, history_dtype=dtype
-    )
-    x = rows_of(B, T, K=D, V=D, dtype=dtype, raw=True)
+        B, **sizes, places=places, room=T, state_dtype=pool_dtype, history_dtype=dtype,
+        decay="channel" if is_per_channel else "head",
+    )  # fmt: skip
+    x = rows_of(B, T, K=D, V=D, dtype=dtype, raw=True, is_per_channel=is_per_channel)
     options, drafts, rows = {"state_v_first": v_first, "backend": "triton"}, {}, slots(B)
     if has_drafts:
         drafts["num_accepted"] = slots(B)
@@ -764,6 +766,8 @@ OTHERS = {
     "history int8": (history, (256, 1, 128, BF16, INT8, 16, True, False), TUNED),
     "history int8 64": (history, (256, 1, 64, BF16, INT8, 16, True, False), EVERYWHERE),
     "history int8 of drafts, K first": (history, (3, 4, 64, BF16, INT8, 20, False, True), TUNED),
+    "history of channels": (history, (80, 1, 128, BF16, FP32, 16, True, False, True), TUNED),
+    "history of channels, int8": (history, (3, 4, 64, BF16, INT8, 20, False, True, True), TUNED),
     "replay of channels": (replay, (80, 4, 128, 128, BF16, FP32, BF16, True, False, True), TUNED),
     "replay fp16 60": (replay, (3, 4, 60, 60, FP16, FP16, FP32, True, False), TUNED),
     "commit to two places": (commit, (BF16, True), TUNED),

@@ -16,7 +16,15 @@ from torch import Tensor
 
 from gdn import settings
 from gdn.backends import eager
-from gdn.problem import DecodeProblem, KeepProblem, PrefillProblem, Problem, ReplayProblem
+from gdn.problem import (
+    DecodeProblem,
+    FoldProblem,
+    HistoryProblem,
+    KeepProblem,
+    PrefillProblem,
+    Problem,
+    ReplayProblem,
+)
 from gdn.problem.propagate import PropagateProblem
 from gdn.problem.stages import StageProblem
 from gdn.problem.step import StepProblem
@@ -24,7 +32,10 @@ from gdn.problem.step import StepProblem
 # problems whose kernels run token by token, and support a decay per key channel and a lower bound
 ANY_GATE = (DecodeProblem, StepProblem)
 # others whose kernels support a decay per key channel; of stages, the gate alone
-EITHER_GATE = (Problem, PrefillProblem, StageProblem, ReplayProblem, KeepProblem)
+EITHER_GATE = (
+    Problem, PrefillProblem, StageProblem, ReplayProblem, KeepProblem, HistoryProblem, FoldProblem,
+    StepProblem,
+)  # fmt: skip
 LARGEST = 256  # largest K and V
 LARGEST_MAP = 128  # largest K of a map M [K, K] that a kernel holds in registers
 MEASURED = 128  # largest K of backwards with a decay per key channel that GPU tests have passed
@@ -49,7 +60,7 @@ SLOTS = {
     "replay_commit": "serving.fold",
     "decode_with_history": "serving.history",
     "fold_history": "serving.fold_history",
-    "appends_history": "serving.history",
+    "appends_history": "serving.replay",
     "causal_conv1d": "layer.conv",
     "causal_conv1d_bwd": "layer.conv_bwd",
     "causal_conv1d_update": "layer.conv_update",

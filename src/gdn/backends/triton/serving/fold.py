@@ -10,6 +10,7 @@ A state is read and written once: 85 us for 128 rows of 32 heads of 128 x 128 in
 
 from collections.abc import Hashable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -26,8 +27,7 @@ from gdn.backends.triton.launch import (
     unit_of,
 )
 from gdn.backends.triton.lib import split_fp64
-from gdn.backends.triton.serving import packet
-from gdn.backends.triton.serving.fold_channels import plan_channels_fold
+from gdn.backends.triton.serving import fold_channels, packet
 from gdn.backends.triton.serving.history_lib import history_length, load_history_k, load_history_u
 from gdn.backends.triton.serving.packet import (
     fits_32_bits,
@@ -46,7 +46,7 @@ from gdn.backends.triton.serving.packet_lib import (
 from gdn.backends.triton.serving.recurrent_lib import divide, locate_program
 from gdn.backends.triton.serving.state_tiles import magic_numbers, pool_strides
 from gdn.backends.triton.serving.structs import History, Strip, Sums, group_constants
-from gdn.problem import KeepProblem
+from gdn.problem import FoldProblem, HistoryProblem, KeepProblem
 
 PLACES = 16  # places of a history that one MMA takes
 MOST_PASTS = 4  # most blocks of PLACES whose k (or scores) are held in registers over all strips of columns
@@ -147,6 +147,22 @@ def history_blocks(places: int) -> int:
     return blocks if blocks <= MOST_PASTS else 0
 
 
+def fold_constants(p: FoldProblem | HistoryProblem) -> dict[str, Any]:
+    """Return the constants of a fold of one layer, with the keys of a state in registers at a time."""
+    axis, _, _ = pool_strides(p.state, p.K, p.V, p.state_v_first)
+    keys = fold_channels.KEYS if p.is_per_channel else FOLDED[axis == "k"][0]
+    # remainders need registers, too: of 128 keys a program would spill 640 bytes, of 64 none
+    keys = keys if p.remainder is None else min(keys, 64)
+    dtypes = {p.history_u.dtype, p.history_k.dtype}
+    # bf16 history: split bf16 MMAs (hi + lo), unless that would convert u. k with decays of channels is fp32
+    is_wide = p.is_per_channel or axis != "k" or dtypes != {torch.bfloat16}
+    return {
+        "BK": min(keys, max(16, triton.next_power_of_2(p.K))), "PASTS": history_blocks(p.places),
+        "FOLD_PRECISION": precisions(is_wide, machine(p.state.device))["PRECISION"],
+        "CHANNELS": p.is_per_channel,
+    }  # fmt: skip
+
+
 @dataclass(frozen=True)
 class FoldLaunches:
     """Hold the launches of one commit."""
@@ -223,7 +239,7 @@ def _plan_fold(p: KeepProblem, num_states: int | None = None) -> Launch:
         "STATE_UNIT": state_unit, "UNIT": unit,
     }  # fmt: skip
     if p.is_per_channel:
-        return plan_channels_fold(entries, scalars, constants, gpu)
+        return fold_channels.plan_channels_fold(entries, scalars, constants, gpu)
     return Launch(
         fold_kernel,
         entries * triton.cdiv(p.K, BK) * triton.cdiv(p.V, BV * strips),

@@ -6,9 +6,7 @@ whose history is empty costs the latency of two loads. `fold` does the same for 
 """
 
 from collections.abc import Hashable
-from typing import Any
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -24,14 +22,13 @@ from gdn.backends.triton.launch import (
 )
 from gdn.backends.triton.launch.pdl import launch_dependents_then_wait, pdl_options, supports_pdl
 from gdn.backends.triton.lib import split_fp64
-from gdn.backends.triton.serving import packet
-from gdn.backends.triton.serving.fold import FOLDED, PLACES, history_blocks
+from gdn.backends.triton.serving import fold_channels, packet
+from gdn.backends.triton.serving.fold import PLACES, fold_constants
 from gdn.backends.triton.serving.history_lib import fold_strip, load_cursor, ring_places, store_cursor
 from gdn.backends.triton.serving.packet import (
     fits_32_bits,
     index_strides,
     line_stride,
-    precisions,
     sample_num_states,
     state_extents,
 )
@@ -44,9 +41,10 @@ from gdn.backends.triton.serving.state_tiles import (
     scale_strides,
 )
 from gdn.backends.triton.serving.structs import ColumnScales, History, Strip, Sums, group_constants
-from gdn.problem import FoldProblem, HistoryProblem
+from gdn.problem import FoldProblem
 
 COLUMNS = 16  # value columns of a strip
+CHANNEL_COLUMNS = fold_channels.COLUMNS  # with a decay per key channel, whose k_out a program computes once
 
 
 @kernel
@@ -58,11 +56,12 @@ def fold_history_kernel(
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BP: tl.constexpr,
     PASTS: tl.constexpr, STRIPS: tl.constexpr, STAGES: tl.constexpr, AXIS: tl.constexpr, NEAR: tl.constexpr,
     LINE: tl.constexpr, STATE_UNIT: tl.constexpr, PAST_UNIT: tl.constexpr, FOLD_PRECISION: tl.constexpr,
-    PDL: tl.constexpr,
+    PDL: tl.constexpr, CHANNELS: tl.constexpr,
 ):  # fmt: skip
     # S <- e^(G_P) S + sum_(j < P) e^(G_P - G_j) k_j u_j^T for some columns of one state; then P = 0.
+    # CHANNELS: a decay per key channel, as in `fold_channels`.
     # Program (entry, head, block): STRIPS strips of BV value columns of S; grid: entries * HV * blocks;
-    # 1 warp.
+    # 1 warp, 4 with CHANNELS.
     # PDL: it lets the next kernel start at once, and waits for the previous one before its first load.
     # Reads S once and P rows of k and u; writes S once. The last program of an entry stores the cursor.
     C: tl.constexpr = group_constants(
@@ -90,8 +89,11 @@ def fold_history_kernel(
     k_ptr += (slot * k_n + key_head * k_h) * PAST_UNIT
     G_ptr += slot * G_n + head * G_h
     history = History(u_ptr, k_ptr, G_ptr, used, u_p, k_p, G_p, ring, places)
-    G_at = G_ptr + ring_places(used - 1, history).to(tl.int64) * G_p
-    high, low = split_fp64(tl.load(G_at).to(tl.float64))
+    end = None
+    if not CHANNELS:
+        G_at = G_ptr + ring_places(used - 1, history).to(tl.int64) * G_p
+        high, low = split_fp64(tl.load(G_at).to(tl.float64))
+        end = Sums(high, low)
     if column_scale_ptr is not None:
         column_scale_ptr += slot * scale_n + head.to(tl.int64) * scale_h
     if remainder_ptr is not None:
@@ -102,7 +104,7 @@ def fold_history_kernel(
         column, vs = (block * STRIPS + strip) * BV, tl.arange(0, BV)
         strip_ptr = column_pointer(state_ptr, column, state_v * STATE_UNIT, AXIS == "v")
         columns = Strip(strip_ptr, vs, V - column, state_k, state_v)
-        fold_strip(columns, scales, history, Sums(high, low), column, C)
+        fold_strip(columns, scales, history, end, column, C)
     store_cursor(cursor_ptr, 0, 0, HV * BLOCKS)
 
 
@@ -138,21 +140,6 @@ def _first(p: FoldProblem) -> Launch:
     return one
 
 
-def fold_constants(p: FoldProblem | HistoryProblem) -> dict[str, Any]:
-    """Return the constants of a fold: keys of a tile in registers, blocks of a history, precision."""
-    axis, _, _ = pool_strides(p.state, p.K, p.V, p.state_v_first)
-    keys, _ = FOLDED[axis == "k"]
-    # remainders need registers, too: of 128 keys a program would spill 640 bytes, of 64 none
-    keys = keys if p.remainder is None else min(keys, 64)
-    dtypes = {p.history_u.dtype, p.history_k.dtype}
-    # bf16 history: split bf16 MMAs (hi + lo), unless that would convert u
-    is_wide = axis != "k" or dtypes != {torch.bfloat16}
-    return {
-        "BK": min(keys, max(16, triton.next_power_of_2(p.K))), "PASTS": history_blocks(p.places),
-        "FOLD_PRECISION": precisions(is_wide, machine(p.state.device))["PRECISION"],
-    }  # fmt: skip
-
-
 def plan_fold(p: FoldProblem, num_states: int | None = None) -> Launch:
     """Plan a fold. `num_states`: entries x heads for which tiles are chosen, if not the problem's."""
     axis, state_unit, state = pool_strides(p.state, p.K, p.V, p.state_v_first)
@@ -161,11 +148,14 @@ def plan_fold(p: FoldProblem, num_states: int | None = None) -> Launch:
     unit, entries = unit_of(*kept), p.N * p.HV
     scale_n, _, *scale = scale_strides(p.column_scale)
     scales = (scale_n, *scale, *remainder_strides(p.remainder, p.state_v_first))
-    BV = min(COLUMNS, max(16, triton.next_power_of_2(p.V)))
-    takes_all = (entries if num_states is None else num_states) >= packet.FILLED * gpu.num_sms
+    form = fold_constants(p)
+    most = CHANNEL_COLUMNS if form["CHANNELS"] else COLUMNS
+    BV = min(most, max(16, triton.next_power_of_2(p.V)))
+    fills = (entries if num_states is None else num_states) >= packet.FILLED * gpu.num_sms
+    takes_all = fills and not form["CHANNELS"]
     strips = triton.cdiv(p.V, BV) if takes_all else 1
     scalars = (
-        n, h, k, v, *(s // unit for s in kept), *p.history_G.stride(), *index_strides(p.cursor, 1),
+        n, h, k, v, *(s // unit for s in kept), *p.history_G.stride()[:3], *index_strides(p.cursor, 1),
         *index_strides(p.index, 1), *index_strides(p.num_accepted, 1), p.HV, *magic_numbers(p.HV),
         *magic_numbers(p.HV // p.H), p.state.shape[0], 0 if p.null_slot is None else 1, p.places, p.room,
         *scales,
@@ -177,7 +167,7 @@ def plan_fold(p: FoldProblem, num_states: int | None = None) -> Launch:
             *state_extents(state, state_unit, p), *(p.places * s for s in (kept[1], kept[4]))
         ),
         "LINE": line_stride(axis, state, state_unit, p), "STATE_UNIT": state_unit, "PAST_UNIT": unit,
-        **fold_constants(p), "PDL": supports_pdl(gpu),
+        **form, "PDL": supports_pdl(gpu),
     }  # fmt: skip
-    programs = entries * triton.cdiv(p.V, BV * strips)
-    return Launch(fold_history_kernel, programs, scalars, constants, 1, options=pdl_options(gpu))
+    programs, warps = entries * triton.cdiv(p.V, BV * strips), 4 if form["CHANNELS"] else 1
+    return Launch(fold_history_kernel, programs, scalars, constants, warps, options=pdl_options(gpu))

@@ -30,9 +30,11 @@ from gdn.backends.triton.launch.launches import Step
 from gdn.backends.triton.launch.pdl import launch_dependents_then_wait
 from gdn.backends.triton.lib import column_mask, split_fp64
 from gdn.backends.triton.serving import decode as plain
-from gdn.backends.triton.serving.fold_history import fold_constants, fold_tensors, plan_fold
+from gdn.backends.triton.serving.fold import fold_constants
+from gdn.backends.triton.serving.fold_history import fold_tensors, plan_fold
+from gdn.backends.triton.serving.history_channels import plan_channels_append
 from gdn.backends.triton.serving.history_lib import load_cursor, ring_places, solve_token, store_cursor
-from gdn.backends.triton.serving.packet import index_strides, options, sample_num_states
+from gdn.backends.triton.serving.packet import index_strides, num_programs, options, sample_num_states
 from gdn.backends.triton.serving.packet_lib import (
     ROWS,
     load_gates,
@@ -46,7 +48,7 @@ from gdn.backends.triton.serving.packet_lib import (
     tokens_of_rows,
 )
 from gdn.backends.triton.serving.recurrent_lib import divide, locate_program, token_range
-from gdn.backends.triton.serving.replay import describe_replay, num_programs, run_strips
+from gdn.backends.triton.serving.replay import appends_history, describe_replay, run_strips
 from gdn.backends.triton.serving.state_tiles import (
     kernel_offsets,
     remainder_strides,
@@ -66,9 +68,6 @@ from gdn.backends.triton.serving.structs import (
 )
 from gdn.problem import HistoryProblem
 
-# compute capability, K, V -> rows x value heads from which a history is faster than `decode`. Measured on an
-# H100 with 32 heads: 0.73 (fp32) and 0.84 (bf16) of the time at 64 rows. One row takes twice the time (H200)
-APPENDS_FROM = {(90, 128, 128): 64 * 32}
 # keys of a state in a program's registers, by the presence of a remainder: with 64 the fold would set the
 # number of registers. Remainders are unpacked and packed beside them: with 32 keys 255 registers, not 166
 FOLDED = {False: 32, True: 16}
@@ -242,15 +241,6 @@ class CachedFoldAndDecode:
 _plans: PlanCache[CachedLaunch | CachedFoldAndDecode] = PlanCache()
 
 
-def appends_history(p: HistoryProblem) -> bool:
-    """See `Backend`."""
-    if p.must_append or p.use_history is not None:
-        return p.must_append or bool(p.use_history)
-    gpu = machine(p.q.device)
-    least = APPENDS_FROM.get((gpu.capability, p.K, p.V)) if gpu.kind == "cuda" else None
-    return least is not None and least <= p.N * p.HV
-
-
 def decode_with_history(problem: HistoryProblem) -> CachedLaunch | CachedFoldAndDecode | None:
     """See `Backend`."""
     p, offsets = problem, kernel_offsets(problem.q.device, problem.cu_seqlens)
@@ -285,8 +275,8 @@ def _key(p: HistoryProblem) -> Hashable:
     """Return everything that the launches depend on, except the addresses of tensors."""
     return (
         *(None if x is None else (x.shape, x.stride(), x.dtype) for x in p.tensors()), p.q.device, p.longest,
-        p.scale, p.use_qk_l2norm_in_kernel, p.allow_neg_eigval, p.state_v_first, p.room, p.null_slot,
-        appends_history(p),
+        p.scale, p.lower_bound, p.use_qk_l2norm_in_kernel, p.allow_neg_eigval, p.state_v_first, p.room,
+        p.null_slot, appends_history(p),
     )  # fmt: skip
 
 
@@ -296,15 +286,19 @@ def plan_append(
     """Plan the launch that appends to the histories; arguments as for `decode.plan_launch`."""
     sizes, scalars, constants = describe_replay(p, starts, num_states)
     q_0, k_0, v_0 = (s // constants["UNIT"] for s in starts)
-    is_single = p.cu_seqlens is None and p.q.shape[1] == 1
-    # no more programs than have a strip each: of V = 96, six strips, a fourth would write past the columns
-    strips = triton.cdiv(sizes["STRIPS"], SPLITS)
-    splits = triton.cdiv(sizes["STRIPS"], strips) if is_single else 1
-    constants |= fold_constants(p) | {"BK": min(FOLDED[p.remainder is not None], constants["BS"])}
-    constants |= {"IS_SINGLE": is_single, "SPLITS": splits}
     scale_n, _, *scale = scale_strides(p.column_scale)
     scales = (scale_n, *scale, *remainder_strides(p.remainder, p.state_v_first))
     accepted = index_strides(p.num_accepted, 1)
     rest = (*scalars, *accepted, p.room, q_0, k_0, v_0, *scales)
+    folds = fold_constants(p)
+    if folds.pop("CHANNELS"):
+        constants |= {"FOLD_PRECISION": folds["FOLD_PRECISION"]}
+        return plan_channels_append(p, rest, constants, num_states)
+    is_single = p.cu_seqlens is None and p.q.shape[1] == 1
+    # no more programs than have a strip each: of V = 96, six strips, a fourth would write past the columns
+    strips = triton.cdiv(sizes["STRIPS"], SPLITS)
+    splits = triton.cdiv(sizes["STRIPS"], strips) if is_single else 1
+    constants |= folds | {"BK": min(FOLDED[p.remainder is not None], constants["BS"])}
+    constants |= {"IS_SINGLE": is_single, "SPLITS": splits}
     programs = num_programs(p, sizes) * splits
     return Launch(history_kernel, programs, rest, constants, 1, options=options(sizes, p, False))

@@ -5,6 +5,7 @@ import triton
 import triton.language as tl
 
 from gdn.backends.triton.lib import column_mask, decay, split_fp64
+from gdn.backends.triton.rule.channels import double_pieces
 from gdn.backends.triton.serving.packet_lib import (
     ROWS,
     add_outer_product,
@@ -69,6 +70,54 @@ def load_history_k(history, start, end, ks, C: tl.constexpr):
 
 
 @triton.jit
+def load_past_rows(history, G_k, start, ks, later, C: tl.constexpr):
+    """Load BP places of a history: return k, decayed up to its end, in fp32 [BP, ks], and the sums of g.
+
+    later [ks]: the sums of g over the places after these. The sums that are returned begin at `start`.
+    """
+    old = start + tl.arange(0, C.BP)
+    places = ring_places(old, history)
+    mask = (old < history.count)[:, None] & column_mask(ks, C.K)[None, :]
+    k_at = row_pointers(history.k_ptr, places, ks, history.k_p, 1, C.PAST_UNIT, True, C.NEAR)
+    k = tl.load(k_at, mask=mask, other=0.0).to(tl.float32)
+    channels = ks if G_k is None else ks * G_k
+    g_at = history.G_ptr + (places.to(tl.int64) * history.G_p)[:, None] + channels[None, :]
+    g = tl.load(g_at, mask=mask, other=0.0).to(tl.float32)
+    before = tl.reshape(g, (1, C.BP, ks.shape[0]))
+    after = tl.zeros_like(before)
+    # sums over 2, 4, 8, 16 places, in registers
+    for level in range(4):
+        before, after = double_pieces(before, after, level)
+    after = tl.reshape(after, (C.BP, ks.shape[0])) + later[None, :]
+    return k * tl.exp(after), later + tl.sum(g, 0)
+
+
+@triton.jit
+def fold_channels(S, history, G_k, column, tile, C: tl.constexpr):
+    """Return a tile of a state in fp32 after a history with a decay per key channel; tile: ks, vs, has_value.
+
+    S <- Diag(e^(g_0 + .. + g_(P-1))) S + sum_(j < P) (e^(g_(j+1) + .. + g_(P-1)) k_j) u_j^T
+
+    The sums go from the newest place backwards, 16 places at a time. They have terms of one sign, so a reset
+    of a channel leaves the digits of all later tokens, and the exponents are never positive.
+    """
+    ks, vs, has_value = tile
+    sums = tl.zeros(ks.shape, tl.float32)
+    added = tl.zeros(S.shape, tl.float32)
+    start = (history.count - 1) // C.BP * C.BP
+    for _ in range((history.count + C.BP - 1) // C.BP):
+        k_out, sums = load_past_rows(history, G_k, start, ks, sums, C)
+        u = load_history_u(history, history.u_ptr + column, start, vs, has_value, C).to(tl.float32)
+        # MMAs on tensor cores accumulate in registers
+        added = add_outer_product(added, k_out, u, C.AXIS, C.FOLD_PRECISION)
+        start -= C.BP
+    if C.AXIS == "k":
+        return S.to(tl.float32) * tl.exp(sums)[None, :] + added
+    else:
+        return S.to(tl.float32) * tl.exp(sums)[:, None] + added
+
+
+@triton.jit
 def load_cursor(cursor_ptr, accepted_ptr, room, places):
     """Load the first place of a slot's history, and the places in use with the drafts that are kept."""
     first = tl.minimum(tl.maximum(tl.load(cursor_ptr), 0), places - 1)
@@ -98,17 +147,20 @@ def store_cursor(cursor_ptr, first, used, programs):
 def fold_strip(state, scales, history, end, column, C: tl.constexpr):
     """Fold a history into some value columns of a state: S <- e^(G_P) S + sum_j e^(G_P - G_j) k_j u_j^T.
 
+    end: the sums G_P; None for a decay per key channel, which is folded as in `fold_channels`.
     A tile of BK keys is in fp32 registers at a time; k and u of the history come from L2. The scale of a
     column of integers needs its largest element, and registers do not hold all tiles, so they are made twice.
     """
     if scales.ptr is None:
         for start in range(0, C.K, C.BK):
-            place, in_state, S = fold_tile(state, scales, history, end, column, start, tl.exp(end.high), C)
+            factor = None if end is None else tl.exp(end.high)
+            place, in_state, S = fold_tile(state, scales, history, end, column, start, factor, C)
             tl.store(place, S.to(state.ptr.dtype.element_ty), mask=in_state)
     else:
         at = column_scale_pointers(scales, column, state.vs)
         has_value = strip_mask(state.vs, state.left, C.V, C.STRIPS)
-        factor = across_keys(tl.load(at, mask=has_value, other=0.0) * tl.exp(end.high), C.AXIS)
+        factor = tl.load(at, mask=has_value, other=0.0)
+        factor = across_keys(factor if end is None else factor * tl.exp(end.high), C.AXIS)
         largest = tl.zeros(state.vs.shape, tl.float32)
         for start in range(0, C.K, C.BK):
             _, _, S = fold_tile(state, scales, history, end, column, start, factor, C)
@@ -137,11 +189,15 @@ def fold_tile(state, scales, history, end, column, start, factor, C: tl.constexp
     S = tl.load(place, mask=in_state, other=0.0).to(tl.float32)
     if scales.low_ptr is not None:
         S = S * STEPS + load_remainder(scales, state, column, start, C)
-    S *= factor
-    for part in tl.static_range(C.PASTS):
-        k, still = load_history_k(history, part * C.BP, end, ks, C)
-        u = load_history_u(history, history.u_ptr + column, part * C.BP, state.vs, has_value, C)
-        S = add_outer_product(S, k, u.to(tl.float32) * still[:, None], C.AXIS, C.FOLD_PRECISION)
+    if factor is not None:
+        S *= factor
+    if end is None:
+        S = fold_channels(S, history, None, column, (ks, state.vs, has_value), C)
+    else:
+        for part in tl.static_range(C.PASTS):
+            k, still = load_history_k(history, part * C.BP, end, ks, C)
+            u = load_history_u(history, history.u_ptr + column, part * C.BP, state.vs, has_value, C)
+            S = add_outer_product(S, k, u.to(tl.float32) * still[:, None], C.AXIS, C.FOLD_PRECISION)
     return place, in_state, S
 
 

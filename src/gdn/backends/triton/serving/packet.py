@@ -194,6 +194,12 @@ def blocks(
     }  # fmt: skip
 
 
+def num_programs(p: "AnyRows", sizes: Mapping[str, int]) -> int:
+    """Return the programs of a launch: STRIPS strips of columns of each row and head, with a surplus row."""
+    is_packed = p.cu_seqlens is not None
+    return (p.N + int(is_packed)) * p.HV * triton.cdiv(p.V, sizes["BV"] * sizes["STRIPS"])
+
+
 def warps(sizes: Mapping[str, int]) -> int:
     """Return the warps of a program: its MMAs of 16 rows occupy two only for one strip of many columns."""
     return 2 if sizes["BV"] == MANY and sizes["STRIPS"] == 1 and sizes["BT"] == 8 else 1
@@ -303,6 +309,5 @@ def plan(p: DecodeProblem, starts: Sequence[int], num_states: int | None = None)
         "NEGATIVE": p.allow_neg_eigval, "LEVELS": levels(longest),
         **precisions(p.q.dtype == torch.float32, gpu), "RESET": RESET, "PDL": supports_pdl(gpu),
     }  # fmt: skip
-    programs = (p.N + int(is_packed)) * p.HV * triton.cdiv(p.V, sizes["BV"] * sizes["STRIPS"])
-    rest = options(sizes, p, is_written)
+    rest, programs = options(sizes, p, is_written), num_programs(p, sizes)
     return Launch(packet_kernel, programs, scalars, constants, warps(sizes), options=rest)

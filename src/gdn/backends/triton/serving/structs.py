@@ -61,6 +61,20 @@ class GateParameters(NamedTuple):
     lower_bound: Any  # None: the softplus form
 
 
+class ChannelGates(NamedTuple):
+    """Hold the gates of a row and head with a decay per key channel; g_t, g_b and g_h are in UNITs."""
+
+    given: Any  # Gates
+    strides: Any  # GateStrides
+    n: Any
+    first: Any
+    head: Any
+    g_k: Any  # strides of channels, None where they are contiguous
+    bias_k: Any
+    rate: Any  # exp(A_log)
+    lower_bound: Any  # None: the softplus form
+
+
 class Packet(NamedTuple):
     """Say where q and k of a row and head begin in HBM, how many tokens there are, and their strides."""
 
@@ -191,8 +205,8 @@ class Constants:
 
 
 STRUCTS = (
-    Slots, Gates, GateStrides, GateParameters, Packet, Strip, History, Sums, Appended, HeadStates,
-    ColumnScales, TileColumns, Tokens, Token,
+    Slots, Gates, GateStrides, GateParameters, ChannelGates, Packet, Strip, History, Sums, Appended,
+    HeadStates, ColumnScales, TileColumns, Tokens, Token,
 )  # fmt: skip
 # a constant that `group_constants` reads, because Triton's cache key of a kernel has no fields of structs:
 # with two fields swapped, the stale binary would be found in the cache on disk
