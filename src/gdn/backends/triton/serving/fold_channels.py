@@ -12,7 +12,7 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from gdn.backends.triton.launch import Launch, Machine, kernel
+from gdn.backends.triton.launch import Launch, Machine, jit, kernel
 from gdn.backends.triton.lib import column_mask
 from gdn.backends.triton.rule.channels import double_pieces
 from gdn.backends.triton.serving.history_lib import history_length, load_history_u
@@ -33,7 +33,7 @@ KEYS, COLUMNS = 64, 64  # of a state that a program of the fold has in registers
 REGISTERS = 160
 
 
-@triton.jit
+@jit
 def load_past_rows(history, G_k, start, ks, later, C: tl.constexpr):
     """Load BP places of a history: return k, decayed up to its end, in fp32 [BP, ks], and the sums of g.
 

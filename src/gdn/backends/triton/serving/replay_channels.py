@@ -18,7 +18,7 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from gdn.backends.triton.launch import Launch, kernel, machine
+from gdn.backends.triton.launch import Launch, jit, kernel, machine
 from gdn.backends.triton.launch.pdl import launch_dependents_then_wait, pdl_options
 from gdn.backends.triton.lib import activate_beta, column_mask, dot
 from gdn.backends.triton.rule.channels import (
@@ -51,7 +51,7 @@ KEYS = 32  # keys of a block
 FEW, MANY = 32, 128
 
 
-@triton.jit
+@jit
 def load_packet(packet, ks, C: tl.constexpr):
     """Load some keys of q and k of a packet [16, ks] in fp32; zeros past its end."""
     tokens = tl.arange(0, ROWS)
@@ -62,14 +62,14 @@ def load_packet(packet, ks, C: tl.constexpr):
     return q.to(tl.float32), k.to(tl.float32)
 
 
-@triton.jit
+@jit
 def load_keys(state, start, BS: tl.constexpr, C: tl.constexpr):
     """Load some value columns of BS keys of a state from `start` on; zeros past the last key."""
     place, in_state = strip_pointers(state, start + tl.arange(0, BS), C)
     return tl.load(place, mask=in_state & (start < C.K), other=0.0)
 
 
-@triton.jit
+@jit
 def load_beta(beta_ptr, stride, count, RAW: tl.constexpr, NEGATIVE: tl.constexpr):
     """Load beta of a packet's tokens, or its logits if RAW; 0 past its end."""
     tokens = tl.arange(0, ROWS)
@@ -80,7 +80,7 @@ def load_beta(beta_ptr, stride, count, RAW: tl.constexpr, NEGATIVE: tl.constexpr
         return tl.where(tokens < count, activate_beta(x, RAW, NEGATIVE), 0.0)
 
 
-@triton.jit
+@jit
 def add_packet_pairs(q, k, g, pairs, C: tl.constexpr):
     """Add the products of q, k [16, N] with k over channels with decays g to pairs of q and of k [16, 16].
 
@@ -104,7 +104,7 @@ def add_packet_pairs(q, k, g, pairs, C: tl.constexpr):
     return (q_pairs, k_pairs), tl.reshape(before, g.shape)
 
 
-@triton.jit
+@jit
 def add_products(XS, rows, operand, PRECISION: tl.constexpr):
     """Add the products of the rows of q and of k with an operand [., vs], by parts."""
     return (
@@ -113,7 +113,7 @@ def add_products(XS, rows, operand, PRECISION: tl.constexpr):
     )
 
 
-@triton.jit
+@jit
 def store_past(history, G_k, k, g, ks, new, has_k, C: tl.constexpr):
     """Append some keys of a packet's g to the history of a value head, and of its k where has_k."""
     mask = new.is_kept[:, None] & column_mask(ks, C.K)[None, :]
