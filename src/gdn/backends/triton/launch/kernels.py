@@ -43,14 +43,20 @@ class Unread:
         code = function.__code__
         names = ("__name__", "__qualname__", "__module__", "__doc__", "__globals__")
         vars(self).update({name: getattr(function, name) for name in names})
-        self.fn, self.arg_names = function, list(code.co_varnames[: code.co_argcount])
-        vars(self)["unread"] = source, do_not_specialize
+        arguments = list(code.co_varnames[: code.co_argcount])
+        vars(self).update(fn=function, arg_names=arguments, unread=(source, do_not_specialize))
 
     def __getattribute__(self, name: str) -> Any:
         """Return an attribute; construct the function first unless the attribute is known before."""
         if name not in ("fn", "arg_names") and not name.startswith("__"):
             _construct(self)
         return object.__getattribute__(self, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute of the constructed function: the constructor would overwrite it."""
+        if name != "__class__":
+            _construct(self)
+        object.__setattr__(self, name, value)
 
 
 class UnreadTriton(Unread, JITFunction):  # type: ignore[type-arg]
