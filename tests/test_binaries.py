@@ -17,7 +17,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 import gdn
-from gdn.backends.triton.launch import Launch, binaries, identity, kernel, precompile, saved
+from gdn.backends.triton.launch import Launch, binaries, identity, kernel, kernels, precompile, saved
 
 pytestmark = pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") == "1", reason="nothing is compiled for the interpreter"
@@ -150,7 +150,8 @@ class Gpu:
 
 
 def add_one(n=64):
-    return Launch(_add_one_kernel, 3, (), {"N": n}, 4)
+    # as a new process declares it: its source is not read yet
+    return Launch(kernel(_add_one_kernel.fn), 3, (), {"N": n}, 4)
 
 
 @pytest.fixture
@@ -178,6 +179,7 @@ def test_a_saved_kernel_is_launched_without_triton(gpu, monkeypatch):
     ]
     assert gpu.launched[-1] == gpu.launched[-2] and gpu.launched[-1][:4] == (3, 1, 1, 7)
     assert gpu.launched[-1][-2:] == (x.data_ptr(), None)
+    assert isinstance(launch.kernel, kernels.Unread)
     # another process has the index in the cache, with no call of load_kernels
     gpu.start_process(monkeypatch)
     add_one()(x)

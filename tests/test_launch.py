@@ -1,6 +1,8 @@
 """Launching: numbers compile nothing, alignment and None are seen, plans are found again."""
 
+import importlib.util
 import inspect
+import linecache
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -13,7 +15,9 @@ import triton
 import triton.language as tl
 from kit import api
 from triton.backends.compiler import GPUTarget
+from triton.experimental import gluon
 from triton.runtime._async_compile import active_mode
+from triton.runtime.jit import JITFunction
 
 from gdn.backends.triton import launch
 from gdn.backends.triton.launch import Launch, LaunchSequence, PlanCache, precompile, unit_of
@@ -356,6 +360,95 @@ def test_a_second_device_before_the_current_one(monkeypatch):
         found.append((o.cpu(), state.cpu()))
     for o, state in found[1:]:
         assert torch.equal(o, found[0][0]) and torch.equal(state, found[0][1])
+
+
+FUNCTIONS = """
+from gdn.backends.hopper import gluon
+from gdn.backends.triton.launch import jit, kernel
+
+@jit
+def twice(x):
+    "Return 2 x."
+    return x + x
+
+@kernel
+def twice_kernel(x_ptr, n, N: gluon.gl.constexpr):
+    return twice(x_ptr)
+
+@gluon.jit
+def thrice(x):
+    return x + x + x
+"""
+
+
+@pytest.fixture
+def functions(tmp_path):
+    """Return functions of a new module, those of Triton's decorators on them, and the module's file."""
+    path = tmp_path / "functions.py"
+    path.write_text(FUNCTIONS)
+    spec = importlib.util.spec_from_file_location("functions", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    triton_functions = (
+        triton.jit(module.twice.fn),
+        triton.jit(module.twice_kernel.fn, do_not_specialize=["n"]),
+        gluon.jit(module.thrice.fn),
+    )
+    return (module.twice, module.twice_kernel, module.thrice), triton_functions, path
+
+
+@pytest.mark.parametrize("edit", [None, "# a line more" + FUNCTIONS, ""], ids=["same", "edited", "emptied"])
+def test_source_is_read_late_and_as_it_was_imported(functions, edit):
+    """An import reads no source; the first use makes of a function what Triton's decorator returns."""
+    for x, expected in zip(*functions[:2], strict=True):
+        assert type(x) is not type(expected) and isinstance(x, type(expected))
+        assert (x.__name__, x.__doc__, x.arg_names) == (
+            expected.__name__,
+            expected.__doc__,
+            expected.arg_names,
+        )
+    if edit is not None:
+        functions[2].write_text(edit)
+    lines = linecache.getlines(str(functions[2]))
+    for x, expected in zip(*functions[:2], strict=True):
+        assert isinstance(x, launch.kernels.Unread)
+        assert x.src == expected.src and type(x) is type(expected)
+        names = ("raw_src", "starting_line_number", "do_not_specialize", "arg_names", "cache_key")
+        assert [getattr(x, name) for name in names] == [getattr(expected, name) for name in names]
+        assert vars(x).keys() == vars(expected).keys()
+    assert linecache.getlines(str(functions[2])) == lines
+
+
+def test_threads_read_the_source_of_a_function_once(functions, monkeypatch):
+    """A thread that needs a function while another one constructs it waits until it is whole."""
+    constructed, construct = [], JITFunction.__init__
+
+    def slowly(self, *args, **options):
+        construct(self, *args, **options)
+        constructed.append(self)
+        del self.arg_names
+        time.sleep(0.05)
+        self.arg_names = ["x"]
+
+    monkeypatch.setattr(JITFunction, "__init__", slowly)
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda _: (functions[0][0].src, functions[0][0].arg_names), range(4)))
+    assert found == [(functions[1][0].src, ["x"])] * 4
+    assert len(constructed) == 1
+
+
+def test_an_attribute_that_is_set_first_is_kept(functions):
+    hooks = [print]
+    functions[0][1].pre_run_hooks = hooks
+    assert functions[0][1].pre_run_hooks is hooks
+
+
+def test_a_function_without_a_file_fails_as_triton_does():
+    """Its source could not be read later either."""
+    values = {}
+    exec("def f(x):\n    return x", values)
+    with pytest.raises(ValueError, match="should be defined in a Python file"):
+        launch.jit(values["f"])
 
 
 def test_the_fields_of_structs_are_part_of_a_kernels_cache_key():

@@ -9,18 +9,17 @@ In `solve` a warp has one head: it would read one cache line a token, and sum ov
 HBM bytes per token and value head: gates 6, LOG2_K and BETA 8; for a backward G 8.
 """
 
-import triton
 import triton.language as tl
 
 from gdn.backends.hopper.factors import BETA, CHUNK_DECAY, LOG2_E, LOG2_K, NUM_ROWS
 from gdn.backends.triton.chunks import locate
-from gdn.backends.triton.launch import kernel
+from gdn.backends.triton.launch import jit, kernel
 from gdn.backends.triton.launch.pdl import wait_then_launch_dependents
 from gdn.backends.triton.lib import activate_beta
 from gdn.backends.triton.rule.prepare import log_decay
 
 
-@triton.jit
+@jit
 def _load_tile(x_ptr, row, tokens, heads, of_row, of_token, of_head, mask):
     # a tile [tokens, heads] from HBM, 0 where masked; int64, as an offset may exceed 2^31 elements
     place = row.to(tl.int64) * of_row + tokens.to(tl.int64) * of_token + heads * of_head

@@ -1,11 +1,11 @@
 """Import Gluon's operations under one name each for Triton 3.6 to 3.9, which renamed some of them."""
 
-import inspect
 from typing import TYPE_CHECKING, Any
 
 import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon._runtime import GluonJITFunction
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
@@ -18,11 +18,14 @@ from triton.language.core import base_value
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.runtime.jit import JITCallable
 
+from gdn.backends.triton.launch.kernels import Unread, defer, scalar_names
+
 __all__ = [
     "barrier",
     "fence_async_shared",
     "gdc_launch_dependents",
     "gdc_wait",
+    "jit",
     "kernel",
     "mbarrier",
     "mma_v2",
@@ -76,7 +79,7 @@ def struct(cls: Any) -> Any:
 
     A field may hold a tensor, shared memory, a TMA descriptor, another struct, None or a constant;
     annotations are for the reader. Fields cannot be assigned: make a new struct. Methods are decorated with
-    `gluon.jit`.
+    `jit`.
     """
     names = tuple(cls.__annotations__)
 
@@ -98,7 +101,18 @@ def struct(cls: Any) -> Any:
     return made
 
 
-@gluon.jit
+class UnreadGluon(Unread, GluonJITFunction):  # type: ignore[type-arg]
+    """Stand for what `gluon.jit` returns."""
+
+    triton_type = GluonJITFunction
+
+
+def jit(function: Any) -> Any:
+    """Apply gluon.jit, which reads the function's source at its first use: see `triton.launch.kernels`."""
+    return defer(UnreadGluon, function) or gluon.jit(function)
+
+
+@jit
 def opaque(x):
     """Return x unchanged but opaque to the compiler: an optimisation barrier.
 
@@ -115,9 +129,5 @@ def kernel(function: Any) -> Any:
     Pointers (`_ptr`), TMA descriptors (`_d`) and constants are specialised on as usual.
     """
     # one binary then serves every length, batch and head count
-    names = [
-        name
-        for name, parameter in inspect.signature(function).parameters.items()
-        if not name.endswith(("_ptr", "_d")) and parameter.annotation is not gl.constexpr
-    ]
-    return gluon.jit(function, do_not_specialize=names)
+    names = scalar_names(function, ("_ptr", "_d"))
+    return defer(UnreadGluon, function, names) or gluon.jit(function, do_not_specialize=names)

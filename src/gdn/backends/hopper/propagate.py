@@ -1,16 +1,15 @@
 """Pass the states of a sequence from segment to segment: see `segments`."""
 
-import triton
 import triton.language as tl
 
-from gdn.backends.triton.launch import kernel
+from gdn.backends.triton.launch import jit, kernel
 from gdn.backends.triton.launch.pdl import wait_then_launch_dependents
 from gdn.backends.triton.lib import dot, split_bf16, state_pointers
 
 ENTERING, LEAVING = tl.constexpr(1), tl.constexpr(2)  # the state comes from another rank, goes to one
 
 
-@triton.jit
+@jit
 def pass_segment(M, S, N, D: tl.constexpr):
     """Return M S + N in fp32."""
     if D == 64:

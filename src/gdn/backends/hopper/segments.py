@@ -21,7 +21,6 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
@@ -39,7 +38,7 @@ from gdn.backends.hopper.scan.scheduler import (
     STORE_TO,
 )
 from gdn.backends.triton.chunks import count_chunks, sequence
-from gdn.backends.triton.launch import Launch, Step, TensorSpec, kernel, tensor_spec
+from gdn.backends.triton.launch import Launch, Step, TensorSpec, jit, kernel, tensor_spec
 from gdn.backends.triton.launch.pdl import PDL, wait_then_launch_dependents
 from gdn.backends.triton.rule.describe import gate_strides
 from gdn.backends.triton.rule.prepare import log_decay
@@ -167,7 +166,7 @@ def _bound_segments(
     return max(cut.most(p.N, p.num_chunks) for cut in cuts), numbers
 
 
-@triton.jit
+@jit
 def count_segments(chunks, long, longs, short):
     """Return the number of segments of a sequence of `chunks` chunks, see `cost.Cut`: 1 if it is empty."""
     left = chunks - longs * long
@@ -187,7 +186,7 @@ class CutScalars(NamedTuple):
     least: Any = 0
 
 
-@triton.jit
+@jit
 def own_cut(chunks, cuts, FROM: tl.constexpr):
     """Return `long`, `longs` and `short` of sequences of `chunks` chunks, see `cost.OwnCuts.cut_of`."""
     is_long = chunks >= FROM
@@ -199,13 +198,13 @@ def own_cut(chunks, cuts, FROM: tl.constexpr):
     return tl.maximum(tl.where(chunks >= cuts.least, long, chunks), 1), longs, short
 
 
-@triton.jit
+@jit
 def first_chunk_of(segment, long, longs, short):
     """Return the first chunk of a segment within its sequence."""
     return tl.minimum(segment, longs) * long + tl.maximum(segment - longs, 0) * short
 
 
-@triton.jit
+@jit
 def has_few_maps(
     factors_ptr, chunks, HV, segment, FACTORS: tl.constexpr, DECAY: tl.constexpr, BLOCK: tl.constexpr
 ):
@@ -225,7 +224,7 @@ def has_few_maps(
     return alive <= ALIVE * HV
 
 
-@triton.jit
+@jit
 def locate_segment(
     i, cu_seqlens_ptr, N, cuts, C: tl.constexpr, BLOCK: tl.constexpr, OWN_FROM: tl.constexpr = None
 ):  # fmt: skip

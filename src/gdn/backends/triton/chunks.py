@@ -8,10 +8,9 @@ chunks >> `Table.shift`. The host reads nothing back: grids have the size of the
 """
 
 import torch
-import triton
 import triton.language as tl
 
-from gdn.backends.triton.launch import Launch, Machine, allocate, kernel, tensor_spec
+from gdn.backends.triton.launch import Launch, Machine, allocate, jit, kernel, tensor_spec
 from gdn.backends.triton.launch.pdl import pdl_options, supports_pdl, wait_then_launch_dependents
 from gdn.problem import CHUNK, Problem
 
@@ -20,7 +19,7 @@ _BLOCK = 128  # offsets of cu_seqlens that a program of the table's kernel (one 
 _SHARES = 32  # sequences whose lengths differ by less than 1/32 of an SM's chunks count as equally long
 
 
-@triton.jit
+@jit
 def locate(chunk, table_ptr, T, chunks_per_row, C: tl.constexpr):
     """Return row, first token in it, and length of a chunk; dense chunks are numbered row by row."""
     if table_ptr is None:
@@ -34,7 +33,7 @@ def locate(chunk, table_ptr, T, chunks_per_row, C: tl.constexpr):
     return row, first, length
 
 
-@triton.jit
+@jit
 def sequence(n, table_ptr, cu_seqlens_ptr, T, chunks_per_row, bound, C: tl.constexpr):
     """Return row, first token in it, length and first chunk of sequence n."""
     if table_ptr is None:
@@ -50,7 +49,7 @@ def sequence(n, table_ptr, cu_seqlens_ptr, T, chunks_per_row, bound, C: tl.const
     return row, first, length, chunk
 
 
-@triton.jit
+@jit
 def count_chunks(cu_seqlens_ptr, n, is_sequence, C: tl.constexpr):
     """Return the number of chunks of each sequence in n; 0 where is_one is false."""
     start = tl.load(cu_seqlens_ptr + n, mask=is_sequence, other=0)
@@ -58,7 +57,7 @@ def count_chunks(cu_seqlens_ptr, n, is_sequence, C: tl.constexpr):
     return tl.cdiv((end - start).to(tl.int32), C)
 
 
-@triton.jit
+@jit
 def count_chunks_before(cu_seqlens_ptr, n, C: tl.constexpr, BLOCK: tl.constexpr):
     """Return the number of chunks of all sequences before n; BLOCK offsets are loaded at once."""
     lanes = tl.arange(0, BLOCK)
@@ -68,7 +67,7 @@ def count_chunks_before(cu_seqlens_ptr, n, C: tl.constexpr, BLOCK: tl.constexpr)
     return tl.sum(counts)
 
 
-@triton.jit
+@jit
 def first_chunk_and_rank(cu_seqlens_ptr, n, chunks, N, shift, C: tl.constexpr, BLOCK: tl.constexpr):
     """Return how many chunks precede sequence n, and how many sequences come before it in order of length.
 

@@ -5,6 +5,8 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from gdn.backends.triton.launch import jit
+
 
 class TokenRange(NamedTuple):
     """Say which tokens a chunk has: its row of the batch, the first token in it, and how many."""
@@ -23,14 +25,14 @@ class Rows(NamedTuple):
     h: Any
 
 
-@triton.jit
+@jit
 def dot(a, b, acc=None, PRECISION: tl.constexpr = "tf32"):
     """Return a b + acc in fp32 by MMA. PRECISION applies to fp32 operands: tf32, tf32x3 or ieee."""
     # tensor cores accumulate in fp32, in registers
     return tl.dot(a, b, acc, input_precision=PRECISION)
 
 
-@triton.jit
+@jit
 def truncate(x, dtype: tl.constexpr):
     """Truncate fp32 x to the precision of a 16-bit dtype, and keep it in fp32.
 
@@ -43,20 +45,20 @@ def truncate(x, dtype: tl.constexpr):
         return x.to(dtype).to(tl.float32)
 
 
-@triton.jit
+@jit
 def split_bf16(x, dtype: tl.constexpr):
     """Split fp32 x into two operands of a 16-bit dtype, hi + lo: x truncated, and the remainder."""
     high = truncate(x, dtype)
     return high.to(dtype), (x - high).to(dtype)
 
 
-@triton.jit
+@jit
 def rounding_rest(x, dtype: tl.constexpr):
     """Return in a 16-bit dtype what rounding fp32 x to it drops."""
     return (x - x.to(dtype).to(tl.float32)).to(dtype)
 
 
-@triton.jit
+@jit
 def round_tf32(x):
     """Return fp32 x with the 11 bits of tf32, so that a tensor core truncates nothing; without bias.
 
@@ -66,7 +68,7 @@ def round_tf32(x):
     return (x.to(tl.uint32, bitcast=True) & 0xFFFFE000).to(tl.float32, bitcast=True)
 
 
-@triton.jit
+@jit
 def dot_split(a, x, acc, PRECISION: tl.constexpr, SPLIT: tl.constexpr):
     """Return a x + acc with x in fp32. SPLIT: x is split into hi + lo of a's 16-bit dtype, two MMAs."""
     if SPLIT:
@@ -78,7 +80,7 @@ def dot_split(a, x, acc, PRECISION: tl.constexpr, SPLIT: tl.constexpr):
         return dot(a, x.to(a.dtype), acc, PRECISION)
 
 
-@triton.jit
+@jit
 def dot_split_left(x, b, acc, PRECISION: tl.constexpr, SPLIT: tl.constexpr):
     """Return x b + acc as `dot_split`, with x on the left: hi and lo stay in registers."""
     if SPLIT:
@@ -88,13 +90,13 @@ def dot_split_left(x, b, acc, PRECISION: tl.constexpr, SPLIT: tl.constexpr):
         return dot(x.to(b.dtype), b, acc, PRECISION)
 
 
-@triton.jit
+@jit
 def softplus(x):
     """Return log(1 + e^x); right for very negative x, where 1 + e^x rounds to 1."""
     return tl.maximum(x, 0.0) + log1p(tl.exp(-tl.abs(x)))
 
 
-@triton.jit
+@jit
 def log1p(x):
     """Return log(1 + x) for x in 0 .. 1, corrected for the rounding of 1 + x."""
     # u - 1 is what 1 + x kept of x; the quotient of x and it corrects the logarithm
@@ -102,7 +104,7 @@ def log1p(x):
     return tl.where(u == 1.0, x, tl.log(u) * (x / tl.where(u == 1.0, 1.0, u - 1.0)))
 
 
-@triton.jit
+@jit
 def sigmoid(x):
     """Return 1 / (1 + e^-x), without overflow."""
     # e is at most 1, so nothing overflows
@@ -110,7 +112,7 @@ def sigmoid(x):
     return tl.where(x >= 0, 1.0, e) / (1.0 + e)
 
 
-@triton.jit
+@jit
 def activate_beta(x, SIGMOID: tl.constexpr, NEGATIVE: tl.constexpr):
     """Return beta from the caller's value: itself, its sigmoid, or twice that."""
     x = x.to(tl.float32)
@@ -121,7 +123,7 @@ def activate_beta(x, SIGMOID: tl.constexpr, NEGATIVE: tl.constexpr):
     return x
 
 
-@triton.jit
+@jit
 def split_fp64(x):
     """Split an fp64 value into two fp32 values, hi + lo, which keep some 48 bits."""
     # fp64 exponentials are slow on a GPU: later differences and exponentials are fp32
@@ -129,7 +131,7 @@ def split_fp64(x):
     return high, (x - high.to(tl.float64)).to(tl.float32)
 
 
-@triton.jit
+@jit
 def load_sums(G_ptr, row, first, length, head, T, HV, C: tl.constexpr):
     """Load G of a chunk's tokens as (hi, lo), and that of its last token; 0 past the chunk's end."""
     tokens = tl.arange(0, C)
@@ -141,14 +143,14 @@ def load_sums(G_ptr, row, first, length, head, T, HV, C: tl.constexpr):
     return high, low, end_high, end_low
 
 
-@triton.jit
+@jit
 def decay(from_high, from_low, to_high, to_low):
     """Return e^(to - from) of sums split into hi + lo; the caller masks entries with from < to."""
     # subtracting hi from hi is exact for close sums; lo then restores the bits below fp32
     return tl.exp(tl.minimum((to_high - from_high) + (to_low - from_low), 0.0))
 
 
-@triton.jit
+@jit
 def column_mask(columns, D: tl.constexpr):
     """Return a mask of columns below D; a constant True if all are, so that loads need no predicate."""
     if (columns.shape[0] + D) % columns.shape[0] == 0:
@@ -157,7 +159,7 @@ def column_mask(columns, D: tl.constexpr):
         return columns < D
 
 
-@triton.jit
+@jit
 def load_beta(
     beta, token_range, head, C: tl.constexpr, SIGMOID: tl.constexpr, NEGATIVE: tl.constexpr
 ):  # fmt: skip
@@ -176,7 +178,7 @@ def load_beta(
         return tl.where(tokens < token_range.length, activate_beta(x, SIGMOID, NEGATIVE), 0.0)
 
 
-@triton.jit
+@jit
 def load_rstd(rstd_ptr, row, first, length, head, T, H, C: tl.constexpr):
     """Load the inverse norms of a chunk's keys or queries; 0 past its end, ones without normalisation."""
     tokens = tl.arange(0, C)
@@ -187,7 +189,7 @@ def load_rstd(rstd_ptr, row, first, length, head, T, H, C: tl.constexpr):
         return tl.load(base + tokens * H, mask=tokens < length, other=0.0)
 
 
-@triton.jit
+@jit
 def load_rows(x, token_range, head, columns, D: tl.constexpr, C: tl.constexpr, UNIT: tl.constexpr):
     """Load a chunk's rows of x [C, len(columns)]; zeros past its end and past column D."""
     tokens = tl.arange(0, C)
@@ -200,7 +202,7 @@ def load_rows(x, token_range, head, columns, D: tl.constexpr, C: tl.constexpr, U
     return tl.load(base + tokens[:, None] * (x.t * UNIT) + columns[None, :], mask=mask, other=0.0)
 
 
-@triton.jit
+@jit
 def state_pointers(
     base, rows, columns, NUM_ROWS: tl.constexpr, NUM_COLUMNS: tl.constexpr, TRANSPOSED: tl.constexpr
 ):
@@ -212,7 +214,7 @@ def state_pointers(
         return base + rows[:, None] * NUM_COLUMNS + columns[None, :], mask
 
 
-@triton.jit
+@jit
 def locate_strip(HV, V: tl.constexpr, BV: tl.constexpr):
     """Return sequence, value head and strip of BV value columns of this program; strips vary fastest."""
     strips = tl.cdiv(V, BV)
@@ -222,7 +224,7 @@ def locate_strip(HV, V: tl.constexpr, BV: tl.constexpr):
     return n, head, strip
 
 
-@triton.jit
+@jit
 def load_state(state_ptr, place, mask):
     """Load a block of a state in fp32, in registers; zeros where there is no tensor."""
     if state_ptr is None:
@@ -232,7 +234,7 @@ def load_state(state_ptr, place, mask):
     return S
 
 
-@triton.jit
+@jit
 def store_wide(x_ptr, rest_ptr, place, x, mask):
     """Store fp32 values in 24 bits: bf16 in x, ready as an MMA operand, and 8 more bits in `rest`, signed.
 
@@ -248,7 +250,7 @@ def store_wide(x_ptr, rest_ptr, place, x, mask):
         tl.store(rest_ptr + place, (bits >> 8).to(tl.uint8).to(tl.int8, bitcast=True), mask=mask)
 
 
-@triton.jit
+@jit
 def load_wide(x, rest_ptr, place, mask):
     """Return in fp32 what `store_wide` stored, given the loaded x; 0 where masked."""
     if rest_ptr is None:
@@ -259,7 +261,7 @@ def load_wide(x, rest_ptr, place, mask):
         return ((upper << 16) + (rest << 8)).to(tl.float32, bitcast=True)
 
 
-@triton.jit
+@jit
 def sum_squares(x):
     """Return sum(x x) of each row, in fp32."""
     # products of bf16 are exact in fp32
@@ -267,14 +269,14 @@ def sum_squares(x):
     return tl.sum(wide * wide, 1)
 
 
-@triton.jit
+@jit
 def inverse_norm(total):
     """Return the inverse norms of rows from the sums of their squares."""
     # one instruction (MUFU) per row, instead of a square root and a division
     return tl.rsqrt(total + 1e-6)
 
 
-@triton.jit
+@jit
 def apply_inverse(A_inv, r, PRECISION: tl.constexpr, SPLIT: tl.constexpr):
     """Return A_inv r from A_inv - 1 as `prepare` stores it; the unit diagonal takes r unrounded.
 

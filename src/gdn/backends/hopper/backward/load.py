@@ -1,16 +1,15 @@
 """Run the producer warp of the gradient kernel: issue the TMA loads of strips, heads and items."""
 
-from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from gdn.backends.hopper.backward.factors import ROWS
 from gdn.backends.hopper.backward.shared import place_of, split_rows, wait_empty
 from gdn.backends.hopper.factors import C
-from gdn.backends.hopper.gluon import mbarrier, tma_load
+from gdn.backends.hopper.gluon import jit, mbarrier, tma_load
 from gdn.backends.hopper.scan.scheduler import STRIP
 
 
-@gluon.jit
+@jit
 def load_items(w):
     """Load the chunks of all items of this CTA, as far ahead as stages are empty.
 
@@ -34,7 +33,7 @@ def load_items(w):
             item_count += 1
 
 
-@gluon.jit
+@jit
 def load_head(w, place, j, count):
     """Load the factors of one value head, its strips, and A_inv after the first strip."""
     head = place.key_head * w.problem.ratio + j
@@ -53,7 +52,7 @@ def load_head(w, place, j, count):
             tma_load(w.inputs.A_inv, [tile * C, 0], ready, w.tiles.A_inv.index(stage))
 
 
-@gluon.jit
+@jit
 def load_strip(w, place, head, tile, strip, count):
     """Load 64 value columns of S, dS, v, do and dv (or dr)."""
     x = w.inputs
@@ -70,7 +69,7 @@ def load_strip(w, place, head, tile, strip, count):
     tma_load(x.do, corner, ready, w.tiles.do.index(stage))
 
 
-@gluon.jit
+@jit
 def load_tokens(w, place, count, x_d, tiles, full, empty):
     """Load q or k of an item, 64 keys at a time."""
     stage = wait_empty(count, empty)

@@ -8,7 +8,6 @@ l2norm the gradient x' of a raw row x is x' - x <x, x'> / <x, x>, with x' as it 
 At K = V = 64 S comes in fp32: it is split in shared memory first, for both warpgroups.
 """
 
-from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from gdn.backends.hopper.backward.factors import INTO, READ
@@ -26,6 +25,7 @@ from gdn.backends.hopper.backward.shared import (
 from gdn.backends.hopper.factors import C
 from gdn.backends.hopper.gluon import (
     fence_async_shared,
+    jit,
     opaque,
     tma_store,
     tma_store_wait,
@@ -40,7 +40,7 @@ from gdn.backends.triton.rule.pairs import ROWS as SHARES
 PIECE = gl.constexpr(32)  # rows of S and dS that are multiplied at once for <S, dS>
 
 
-@gluon.jit
+@jit
 def compute_rows(w):
     """Run the row warpgroup over all items of this CTA."""
     item_count = 0
@@ -59,7 +59,7 @@ def compute_rows(w):
     tma_store_wait(0)
 
 
-@gluon.jit
+@jit
 def over_item(w, place, item_count, head_count):
     """Compute dq and dk of one chunk and key head, and store them."""
     q = w.tiles.q.index(0).reshape([C, w.D])
@@ -90,7 +90,7 @@ def over_item(w, place, item_count, head_count):
     arrive(head_count + w.problem.ratio - 1, w.turns.pairs_empty)
 
 
-@gluon.jit
+@jit
 def over_head(w, place, n, count, dq, dk, k_stage):
     """Add one value head to dq and dk."""
     tiles = w.tiles
@@ -134,7 +134,7 @@ def over_head(w, place, n, count, dq, dk, k_stage):
     return dq, dk
 
 
-@gluon.jit
+@jit
 def over_strip(w, head_stage, count, dq, dk, entering, through):
     """Add 64 value columns of a head to dq, dk and the gate terms."""
     tiles = w.tiles
@@ -171,7 +171,7 @@ def over_strip(w, head_stage, count, dq, dk, entering, through):
     return dq, dk, entering, through
 
 
-@gluon.jit
+@jit
 def issue_transposed_state_mma(x, w, stage, acc):
     """Issue acc + x S^T [C, K] as asynchronous MMAs, x [C, 64] in registers; at K = 64 S is split bf16."""
     S = w.tiles.S.index(stage)
@@ -183,7 +183,7 @@ def issue_transposed_state_mma(x, w, stage, acc):
         return warpgroup_mma(x, S.permute((1, 0)), acc, is_async=True)
 
 
-@gluon.jit
+@jit
 def add_through(S, dS, through, D: gl.constexpr):
     """Add the products of S and dS, 32 keys at a time."""
     for n in gl.static_range(D // PIECE):
@@ -192,7 +192,7 @@ def add_through(S, dS, through, D: gl.constexpr):
     return through
 
 
-@gluon.jit
+@jit
 def subtract_along(x_tile, dx, D: gl.constexpr):
     """Subtract from the gradients dx of raw rows x their part along x, as the adjoint of the norm does."""
     layout: gl.constexpr = ACC_TOKENS if D == C else ACC_STATE
@@ -201,7 +201,7 @@ def subtract_along(x_tile, dx, D: gl.constexpr):
     return dx - x * along[:, None]
 
 
-@gluon.jit
+@jit
 def store_rows(w, place, x, x_d, x_ptr):
     """Store the rows of dq or dk to HBM through shared memory: by TMA, or row by row in a ragged chunk."""
     tma_store_wait(0)
@@ -228,7 +228,7 @@ def store_rows(w, place, x, x_d, x_ptr):
         tma_store_wait(0)
 
 
-@gluon.jit
+@jit
 def clear_rows(w, place):
     """Store zeros to dq and dk at tokens of no sequence."""
     i = opaque(gl.arange(0, C, gl.SliceLayout(1, TOKEN_ROWS)))[:, None]

@@ -15,7 +15,6 @@ dS 512, dv 256: 1440. MMAs of 64 x 64 x 128 per chunk and value head: 1 for P, 1
 A_inv, and MMAs of 64 x 64 x 64 are 1 and 11.
 """
 
-from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from gdn.backends.hopper.backward.factors import ROWS
@@ -35,12 +34,12 @@ from gdn.backends.hopper.backward.scan_shared import (
 )
 from gdn.backends.hopper.backward.shared import wait_empty
 from gdn.backends.hopper.factors import C
-from gdn.backends.hopper.gluon import fence_async_shared, kernel, mbarrier, recast, tma_load
+from gdn.backends.hopper.gluon import fence_async_shared, jit, kernel, mbarrier, recast, tma_load
 from gdn.backends.hopper.scan.operands import BF16_TILE
 from gdn.backends.hopper.scan.scheduler import STRIP
 
 
-@gluon.jit
+@jit
 def run_producer(w):
     """Run the producer warp: load the chunks of all work items of this CTA, last chunk of an item first."""
     at = 0
@@ -54,7 +53,7 @@ def run_producer(w):
         at += chunks
 
 
-@gluon.jit
+@jit
 def load_chunk(w, item, c, i):
     """Wait until the stage of the CTA's chunk i is empty, then issue its TMA loads."""
     x = w.inputs
@@ -87,7 +86,7 @@ def load_chunk(w, item, c, i):
     tma_load(x.A_inv, [tile * C, 0], ready, w.tiles.A_inv.index(stage))
 
 
-@gluon.jit
+@jit
 def run_partitions(x, out, sequences, V_FIRST: gl.constexpr, CONSUMERS: gl.constexpr, D: gl.constexpr):
     """Allocate the shared memory of a CTA, initialise the mbarriers, and run the partitions."""
     STAGES: gl.constexpr = 3

@@ -10,7 +10,6 @@ for the gradient kernel, and so is dv. The transfer of segments stores neither, 
 chunk: M or N, see `segments`.
 """
 
-from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from gdn.backends.hopper.backward.factors import BETA, DECAY, INTO, OUT, READ, ROWS
@@ -19,6 +18,7 @@ from gdn.backends.hopper.backward.shared import TINY, arrive, factor, parts_of, 
 from gdn.backends.hopper.factors import C
 from gdn.backends.hopper.gluon import (
     fence_async_shared,
+    jit,
     opaque,
     tma_store,
     tma_store_wait,
@@ -31,7 +31,7 @@ from gdn.backends.hopper.scan.scheduler import ONE_WARPGROUP, STRIP
 from gdn.backends.hopper.scan.structs import Position
 
 
-@gluon.jit
+@jit
 def run_consumer(WG: gl.constexpr, w):
     """Run consumer warpgroup WG over all work items of this CTA."""
     at = 0
@@ -44,7 +44,7 @@ def run_consumer(WG: gl.constexpr, w):
         tma_store_wait(0)
 
 
-@gluon.jit
+@jit
 def over_item(WG: gl.constexpr, w, item, at):
     """Scan one work item whose last chunk is chunk `at` of the CTA."""
     first_v = (item.strip + WG) * STRIP
@@ -74,7 +74,7 @@ def over_item(WG: gl.constexpr, w, item, at):
         gl.store(state_pointers(w.out.boundary_ptr, state, first_v, True, w.D), dS)
 
 
-@gluon.jit
+@jit
 def load_gradient(w, item, first_v):
     """Return dS^T behind an item's last chunk: zero, the identity for M of a segment, or loaded from HBM."""
     dfinal_ptr = w.out.dfinal_ptr
@@ -95,7 +95,7 @@ def load_gradient(w, item, first_v):
     return dS
 
 
-@gluon.jit
+@jit
 def over_chunk(dS, WG: gl.constexpr, w, i, left, position):
     """Take dS^T through the CTA's chunk i; `left` tokens of it are the sequence's. Stores dS and dv."""
     tiles = w.tiles
@@ -168,7 +168,7 @@ def over_chunk(dS, WG: gl.constexpr, w, i, left, position):
     return dS
 
 
-@gluon.jit
+@jit
 def over_map_chunk(dS, w, i):
     """Take dS^T through the CTA's chunk i where do is 0, for M of a segment, whose chunks are all whole."""
     tiles = w.tiles
@@ -192,7 +192,7 @@ def over_map_chunk(dS, w, i):
     return dS
 
 
-@gluon.jit
+@jit
 def mma_rounded_split(x, b, acc):
     """Issue acc + x b as two asynchronous MMAs, x as split bf16."""
     hi, lo = split_bf16(x)
@@ -200,7 +200,7 @@ def mma_rounded_split(x, b, acc):
     return warpgroup_mma(gl.convert_layout(lo, A_OPERAND), b, acc, is_async=True)
 
 
-@gluon.jit
+@jit
 def issue_scores_mma(do_t, tiles, i, acc, w):
     """Wait for P of the CTA's chunk i and issue acc + do^T P as asynchronous MMAs."""
     stage = wait_full(i, w.turns.P_full)
@@ -208,7 +208,7 @@ def issue_scores_mma(do_t, tiles, i, acc, w):
     return warpgroup_mma(do_t, tiles.P.index(2 * stage + 1), acc, is_async=True)
 
 
-@gluon.jit
+@jit
 def issue_inverse_mma(z, tiles, stage, w):
     """Issue z + z (A_inv - 1) [64, C] as asynchronous MMAs; at K = 64 z and A_inv are split bf16."""
     if w.D == STRIP:
@@ -223,7 +223,7 @@ def issue_inverse_mma(z, tiles, stage, w):
         return warpgroup_mma(rounded, tiles.A_inv.index(stage), z, is_async=True)
 
 
-@gluon.jit
+@jit
 def mask_past(z, left):
     """Zero dv_new past the sequence's end: k dS may be NaN there, and A_inv^T would spread it."""
     if left < C:
@@ -231,14 +231,14 @@ def mask_past(z, left):
     return z
 
 
-@gluon.jit
+@jit
 def last_of(tiles, stage, ROW: gl.constexpr):
     """Load a factor of the chunk's last token from shared memory as a scalar."""
     row = tiles.factors.index(ROWS * stage + ROW).reshape([C])
     return gl.max(row.slice(C - 1, 1).load(ONE_WARPGROUP), 0)
 
 
-@gluon.jit
+@jit
 def clear_past(q, k, do, left):
     """Zero q, k and do past the sequence's end: they may be NaN, and MMAs sum over tokens.
 
@@ -251,7 +251,7 @@ def clear_past(q, k, do, left):
     fence_async_shared()
 
 
-@gluon.jit
+@jit
 def store_values(w, tile, token, column, left):
     """Store the rows of dv to HBM, for a ragged chunk: TMA would write past the sequence."""
     tokens = opaque(gl.arange(0, C, gl.SliceLayout(1, TOKEN_ROWS)))

@@ -5,7 +5,6 @@
 Rounding P once would cause half of dbeta's error where little passes through the state.
 """
 
-from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from gdn.backends.hopper.backward.factors import DECAY, FROM, Q_SCALE
@@ -19,12 +18,12 @@ from gdn.backends.hopper.backward.shared import (
     wait_full,
 )
 from gdn.backends.hopper.factors import C
-from gdn.backends.hopper.gluon import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
+from gdn.backends.hopper.gluon import fence_async_shared, jit, warpgroup_mma, warpgroup_mma_wait
 from gdn.backends.hopper.scan.operands import ACC_TOKENS, PER_COLUMN, PER_ROW
 from gdn.backends.hopper.scan.scheduler import STRIP
 
 
-@gluon.jit
+@jit
 def compute_scores(w):
     """Run the score warpgroup over all work items of this CTA."""
     at = 0
@@ -45,7 +44,7 @@ def compute_scores(w):
         at += chunks
 
 
-@gluon.jit
+@jit
 def over_chunk(w, i, left):
     """Compute P of the CTA's chunk i; only its first `left` tokens are the sequence's."""
     zeros = gl.zeros((C, C), gl.float32, ACC_TOKENS)

@@ -7,11 +7,10 @@ partitions know them without a scheduler.
 
 from typing import Any
 
-from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from gdn.backends.hopper.factors import C
-from gdn.backends.hopper.gluon import struct
+from gdn.backends.hopper.gluon import jit, struct
 from gdn.backends.hopper.scan.scheduler import (
     FIRST_CHUNK,
     FIRST_TOKEN,
@@ -121,7 +120,7 @@ class Item:
     strip: Any
 
 
-@gluon.jit
+@jit
 def item_of(number, w):
     """Return a work item."""
     # with one consumer a CTA, two consecutive numbers are the two halves of a head's values
@@ -155,7 +154,7 @@ def item_of(number, w):
         return Item(sequence, sequence, n * 0, first, length, chunk, chunk, head, strip)
 
 
-@gluon.jit
+@jit
 def split_rows(item, x):
     """Return a work item with its row and the first token in it, as TMA needs them."""
     row = item.first // x.T
@@ -163,13 +162,13 @@ def split_rows(item, x):
     return Item(item.start, item.goal, row, first, item.length, item.chunk, item.slot, item.head, item.strip)
 
 
-@gluon.jit
+@jit
 def is_map(item):
     """Return True if an item of the transfer is a segment's M: its goal is odd (or -1)."""
     return (item.goal & 1) == 1
 
 
-@gluon.jit
+@jit
 def chunks_in(item):
     """Return how many chunks an item has."""
     return gl.cdiv(item.length, C)

@@ -7,12 +7,11 @@ scheduler.
 
 from typing import Any
 
-from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from gdn.backends.hopper.backward.factors import BETA, ROWS
 from gdn.backends.hopper.factors import C
-from gdn.backends.hopper.gluon import barrier, mbarrier, recast, struct, warpgroup_mma
+from gdn.backends.hopper.gluon import barrier, jit, mbarrier, recast, struct, warpgroup_mma
 from gdn.backends.hopper.scan.operands import BF16_TILE, PER_ROW, TOKEN_ROWS
 from gdn.backends.hopper.scan.scheduler import STRIP, stage_and_phase
 
@@ -139,7 +138,7 @@ class Place:
     key_head: Any
 
 
-@gluon.jit
+@jit
 def place_of(item, problem):
     """Return the place of an item: see `triton.chunks.locate`."""
     num_heads = problem.HV // problem.ratio
@@ -159,7 +158,7 @@ def place_of(item, problem):
         return Place(chunk * 0, gl.load(entry), gl.load(entry + 1), chunk, chunk, key_head)
 
 
-@gluon.jit
+@jit
 def split_rows(place, problem):
     """Return a place with its row and the first token in it, as TMA needs them.
 
@@ -170,7 +169,7 @@ def split_rows(place, problem):
     return Place(row, first, place.length, place.chunk, place.slot, place.key_head)
 
 
-@gluon.jit
+@jit
 def zero_of(count):
     """Return 0, which the compiler does not know, from a counter.
 
@@ -180,7 +179,7 @@ def zero_of(count):
     return count >> 30
 
 
-@gluon.jit
+@jit
 def wait_full(i, barriers):
     """Wait until the stage of i is filled, and return the stage."""
     stage, phase = stage_and_phase(i, barriers)
@@ -188,7 +187,7 @@ def wait_full(i, barriers):
     return stage
 
 
-@gluon.jit
+@jit
 def wait_empty(i, barriers):
     """Wait until the stage of i has been released, and return the stage; the first pass does not block."""
     stage, phase = stage_and_phase(i, barriers)
@@ -196,20 +195,20 @@ def wait_empty(i, barriers):
     return stage
 
 
-@gluon.jit
+@jit
 def arrive(i, barriers):
     """Arrive once at the barrier of i's stage."""
     stage, _ = stage_and_phase(i, barriers)
     mbarrier.arrive(barriers.index(stage), count=1)
 
 
-@gluon.jit
+@jit
 def factor(tiles, stage, ROW: gl.constexpr, layout: gl.constexpr):
     """Load one row of a head's factors [C] from shared memory."""
     return tiles.factors.index(ROWS * stage + ROW).reshape([C]).load(layout)
 
 
-@gluon.jit
+@jit
 def gains(tiles, stage, GIVEN_DR: gl.constexpr):
     """Return beta, and by what `d` is multiplied for dv and for dr."""
     beta = factor(tiles, stage, BETA, PER_ROW)
@@ -220,7 +219,7 @@ def gains(tiles, stage, GIVEN_DR: gl.constexpr):
         return beta, gl.where(is_dr, beta, 1.0), 1.0 / gl.where(is_dr, 1.0, beta)
 
 
-@gluon.jit
+@jit
 def split_bf16(x):
     """Split fp32 x into hi + lo in bf16. hi is rounded, so that it may be used alone."""
     # rounded by integers: ptxas would convert a rounded value back to fp32 with F2F, eight cycles a warp
@@ -228,13 +227,13 @@ def split_bf16(x):
     return hi.to(gl.bfloat16), (x - hi).to(gl.bfloat16)
 
 
-@gluon.jit
+@jit
 def parts_of(tile):
     """Return the shared memory of an fp32 tile [64, 64] as hi and lo in bf16: see `split_tile`."""
     return recast(tile, gl.bfloat16, [2, C, STRIP], BF16_TILE)
 
 
-@gluon.jit
+@jit
 def split_tile(tile):
     """Overwrite an fp32 tile [64, 64] in shared memory by split bf16; return its values in registers."""
     x = tile.load(TOKEN_ROWS)
@@ -247,7 +246,7 @@ def split_tile(tile):
     return x
 
 
-@gluon.jit
+@jit
 def issue_state_mma(x, w, stage, zeros):
     """Issue x S [C, 64 values] as asynchronous MMAs, x [C, K] in shared memory; at K = 64 S is split bf16."""
     S = w.tiles.S.index(stage)

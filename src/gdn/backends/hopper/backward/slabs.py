@@ -20,7 +20,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
@@ -36,7 +35,7 @@ from gdn.backends.hopper.scan.scheduler import (
     STORE_TO,
 )
 from gdn.backends.triton.chunks import SEQUENCE
-from gdn.backends.triton.launch import Launch, Step, TensorSpec, kernel, tensor_spec
+from gdn.backends.triton.launch import Launch, Step, TensorSpec, jit, kernel, tensor_spec
 from gdn.problem import CHUNK, Problem
 
 LANES = 128  # the most sequences of a group: a program loads them at once
@@ -101,7 +100,7 @@ def plan_launches(p: Problem, size: int, group: int, segments: int | None, scala
     )
 
 
-@triton.jit
+@jit
 def load_sequences(n, mask, table_ptr, items_ptr, T, HV, chunks_per_row, bound):
     """Return the state to start from and to store, row, first token, length and first chunk of sequences n.
 
@@ -133,14 +132,14 @@ def load_sequences(n, mask, table_ptr, items_ptr, T, HV, chunks_per_row, bound):
     return start, goal, row, first, length, chunk
 
 
-@triton.jit
+@jit
 def count_slots(n, mask, table_ptr, items_ptr, T, HV, chunks_per_row, bound):
     """Return the chunks of sequences n; 1 for an empty one whose gradient is stored."""
     _, goal, _, _, length, _ = load_sequences(n, mask, table_ptr, items_ptr, T, HV, chunks_per_row, bound)
     return tl.maximum(tl.cdiv(length, C), (goal >= 0).to(tl.int32))
 
 
-@triton.jit
+@jit
 def count_before(slots, count, bits):
     """Return how many slots of each sequence are among the first `count` of their group; all have `bits`."""
     # the largest distance from the ends such that all chunks that are nearer are among the first `count`
@@ -154,7 +153,7 @@ def count_before(slots, count, bits):
     return tl.minimum(slots, depth) + has_more * (tl.cumsum(has_more, 0) <= left).to(tl.int32)
 
 
-@triton.jit
+@jit
 def pick_lane(x, lanes, lane):
     """Return one element of x as a scalar."""
     return tl.sum(tl.where(lanes == lane, x, 0))

@@ -9,7 +9,6 @@
 w goes to the row warpgroup for dk; E and F, with both norms in them, for dq and dk.
 """
 
-from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from gdn.backends.hopper.backward.factors import DECAY, FROM, INTO, K_RSTD, OUT, Q_SCALE
@@ -27,7 +26,7 @@ from gdn.backends.hopper.backward.shared import (
     zero_of,
 )
 from gdn.backends.hopper.factors import C
-from gdn.backends.hopper.gluon import fence_async_shared, opaque, warpgroup_mma, warpgroup_mma_wait
+from gdn.backends.hopper.gluon import fence_async_shared, jit, opaque, warpgroup_mma, warpgroup_mma_wait
 from gdn.backends.hopper.scan.operands import A_OPERAND, ACC_TOKENS, PER_COLUMN, PER_ROW, TOKEN_ROWS
 from gdn.backends.hopper.scan.scheduler import STRIP
 from gdn.backends.triton.rule.gradients import SMALL
@@ -35,7 +34,7 @@ from gdn.backends.triton.rule.pairs import CROSSING, DBETA, LEAVING
 from gdn.backends.triton.rule.pairs import ROWS as SHARES
 
 
-@gluon.jit
+@jit
 def compute_values(w):
     """Run the value warpgroup over all items of this CTA."""
     item_count = 0
@@ -55,7 +54,7 @@ def compute_values(w):
             clear_values(w, place)
 
 
-@gluon.jit
+@jit
 def over_head(w, place, head, count, k_stage, item_count):
     """Compute one value head: its strips, then E, F and the gate terms."""
     stage = wait_full(count, w.turns.head_full)
@@ -69,7 +68,7 @@ def over_head(w, place, head, count, k_stage, item_count):
     finish_head(w, place, head, stage, count, sums, k_stage)
 
 
-@gluon.jit
+@jit
 def over_strip(w, place, head, strip, head_stage, count, sums, k_stage):
     """Add 64 value columns to E, F and the gate terms; publish w of these columns."""
     tiles = w.tiles
@@ -129,7 +128,7 @@ def over_strip(w, place, head, strip, head_stage, count, sums, k_stage):
     return Sums(E, F, whole, apart, entering, leaving)
 
 
-@gluon.jit
+@jit
 def issue_inverse_mma(w, zero, u):
     """Issue u + (A_inv - 1) u as asynchronous MMAs, u rounded; at K = 64 A_inv is split bf16 in registers."""
     parts = w.tiles.parts
@@ -144,7 +143,7 @@ def issue_inverse_mma(w, zero, u):
         return warpgroup_mma(A_inv, parts.index(zero), u, is_async=True)
 
 
-@gluon.jit
+@jit
 def put_parts(w, x, zero):
     """Store fp32 x [C, 64] to shared memory as split bf16, for this warpgroup's own MMAs."""
     hi, lo = split_bf16(x)
@@ -153,7 +152,7 @@ def put_parts(w, x, zero):
     fence_async_shared()
 
 
-@gluon.jit
+@jit
 def store_dv(w, place, head, strip, d, gain, mask):
     """Store dv = gain d over d in HBM, which no other CTA reads, for the rows of a mask."""
     tokens = opaque(gl.arange(0, C, PER_ROW))
@@ -164,7 +163,7 @@ def store_dv(w, place, head, strip, d, gain, mask):
     gl.store(where, (d * gain[:, None]).to(gl.bfloat16), mask=mask[:, None])
 
 
-@gluon.jit
+@jit
 def finish_head(w, place, head, stage, count, sums, k_stage):
     """Scale E and F and publish them; store the gate terms of a head."""
     tiles = w.tiles
@@ -226,7 +225,7 @@ def finish_head(w, place, head, stage, count, sums, k_stage):
     arrive(count, w.turns.head_empty)
 
 
-@gluon.jit
+@jit
 def clear_values(w, place):
     """Store zeros to dv at tokens of no sequence, for all value heads of a key head."""
     i = opaque(gl.arange(0, C, gl.SliceLayout(1, TOKEN_ROWS)))[:, None]

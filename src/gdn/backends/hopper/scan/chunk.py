@@ -17,13 +17,13 @@ A forward for a backward stores A_inv, not B. `advance_fast_saving`, off by defa
 is small, as it is where keys differ, and its decay is such that e^(G_i - G_C) fits fp32.
 """
 
-from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from gdn.backends.hopper.backward.shared import split_bf16
 from gdn.backends.hopper.factors import BETA, CHUNK_DECAY, K_DECAY, Q_DECAY, UPDATE_DECAY, C
 from gdn.backends.hopper.gluon import (
     fence_async_shared,
+    jit,
     opaque,
     tma_store,
     tma_store_wait,
@@ -47,7 +47,7 @@ from gdn.backends.hopper.scan.operands import (
 from gdn.backends.hopper.scan.scheduler import STRIP, stage_and_phase
 
 
-@gluon.jit
+@jit
 def store_entering_state(S, tile, first_v, WG: gl.constexpr, scan):
     """Store S as it enters a chunk to HBM, keys down: registers to shared memory, then a TMA store."""
     buffer = scan.tiles.S
@@ -58,7 +58,7 @@ def store_entering_state(S, tile, first_v, WG: gl.constexpr, scan):
     tma_store(scan.outputs.S, [tile * scan.config.D, first_v], buffer.index(WG))
 
 
-@gluon.jit
+@jit
 def finish_chunk(S, stage, pipeline):
     """Wait for the MMA that updates S, release the stage, and return S."""
     S = warpgroup_mma_wait(0, deps=(S,))
@@ -66,7 +66,7 @@ def finish_chunk(S, stage, pipeline):
     return S
 
 
-@gluon.jit
+@jit
 def advance(S, i, left, position, WG: gl.constexpr, scan):
     """Advance S through the CTA's chunk i on the general path; store o. `left` tokens are the sequence's."""
     tiles = scan.tiles
@@ -147,7 +147,7 @@ def advance(S, i, left, position, WG: gl.constexpr, scan):
     return finish_chunk(S, stage, scan.pipeline)
 
 
-@gluon.jit
+@jit
 def advance_fast(S, i, position, WG: gl.constexpr, scan):
     """Advance S through a well-conditioned chunk, whose A_inv is B, in one of two consumers; store o."""
     tiles = scan.tiles
@@ -191,7 +191,7 @@ def advance_fast(S, i, position, WG: gl.constexpr, scan):
     return finish_chunk(S, stage, scan.pipeline)
 
 
-@gluon.jit
+@jit
 def advance_fast_saving(S, i, position, WG: gl.constexpr, scan):
     """Advance S through a well-conditioned chunk of a forward for a backward; store S, which entered, and o.
 
@@ -237,7 +237,7 @@ def advance_fast_saving(S, i, position, WG: gl.constexpr, scan):
     return finish_chunk(S, stage, scan.pipeline)
 
 
-@gluon.jit
+@jit
 def advance_fast_single(S, i, position, scan):
     """Advance S through a well-conditioned chunk in the CTA's only consumer warpgroup; store o.
 

@@ -4,11 +4,10 @@ S^T stays in registers from the first chunk of a work item to the last. The loop
 Triton traces the body of a loop twice and that of a nested loop four times, but a function once.
 """
 
-from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from gdn.backends.hopper.factors import WITH_A_INV, C
-from gdn.backends.hopper.gluon import gdc_wait, tma_store_wait
+from gdn.backends.hopper.gluon import gdc_wait, jit, tma_store_wait
 from gdn.backends.hopper.scan.chunk import advance, advance_fast, advance_fast_saving, advance_fast_single
 from gdn.backends.hopper.scan.operands import ACC_STATE, ACC_TOKENS
 from gdn.backends.hopper.scan.scheduler import (
@@ -22,7 +21,7 @@ from gdn.backends.hopper.scan.scheduler import (
 from gdn.backends.hopper.scan.structs import Position
 
 
-@gluon.jit
+@jit
 def run_consumer(WG: gl.constexpr, scan):
     """Run consumer warpgroup WG: advance its 64 value rows of S^T through all work items, and store o.
 
@@ -43,7 +42,7 @@ def run_consumer(WG: gl.constexpr, scan):
         tma_store_wait(0)
 
 
-@gluon.jit
+@jit
 def scan_item(number, i, WG: gl.constexpr, scan):
     """Scan one work item whose first chunk is chunk i of the CTA; return the chunk count after its last."""
     geometry = scan.geometry
@@ -63,7 +62,7 @@ def scan_item(number, i, WG: gl.constexpr, scan):
     return i
 
 
-@gluon.jit
+@jit
 def scan_chunks(S, i, end, past, position, WG: gl.constexpr, scan):
     """Advance S through all chunks of a work item; return S and the chunk count after its last.
 
@@ -80,7 +79,7 @@ def scan_chunks(S, i, end, past, position, WG: gl.constexpr, scan):
     return S, i
 
 
-@gluon.jit
+@jit
 def scan_fast_chunks(S, i, end, position, WG: gl.constexpr, scan):
     """Advance S through chunks on the fast path until one is not well-conditioned, or the work item ends."""
     while is_next_chunk(True, True, i, end, scan):
@@ -95,7 +94,7 @@ def scan_fast_chunks(S, i, end, position, WG: gl.constexpr, scan):
     return S, i
 
 
-@gluon.jit
+@jit
 def scan_general_chunks(S, i, end, past, position, WG: gl.constexpr, scan):
     """Advance S through chunks on the general path until one is well-conditioned, or the work item ends."""
     while is_next_chunk(False, scan.config.FAST_PATH, i, end, scan):
@@ -104,7 +103,7 @@ def scan_general_chunks(S, i, end, past, position, WG: gl.constexpr, scan):
     return S, i
 
 
-@gluon.jit
+@jit
 def is_next_chunk(IS_FAST: gl.constexpr, FAST_PATH: gl.constexpr, i, end, scan):
     """Return True if chunk i belongs to the work item and, with the fast path on, takes the path IS_FAST."""
     is_next = i < end
@@ -116,7 +115,7 @@ def is_next_chunk(IS_FAST: gl.constexpr, FAST_PATH: gl.constexpr, i, end, scan):
     return is_next
 
 
-@gluon.jit
+@jit
 def state_pointers(states_ptr, state, first_v, IS_V_FIRST: gl.constexpr, D: gl.constexpr):
     """Return the addresses in HBM of 64 value rows of a state, as a tensor [64, D] with values down."""
     # the layout of the WGMMA accumulator: S moves between HBM and registers without shared memory
@@ -129,7 +128,7 @@ def state_pointers(states_ptr, state, first_v, IS_V_FIRST: gl.constexpr, D: gl.c
     return states_ptr + v[:, None] * VALUE + k[None, :] * KEY
 
 
-@gluon.jit
+@jit
 def load_initial_state(item, length, head, first_v, scan):
     """Return S^T before the first chunk of a work item: zero, the identity, or loaded from HBM."""
     geometry = scan.geometry
@@ -172,7 +171,7 @@ def load_initial_state(item, length, head, first_v, scan):
     return S
 
 
-@gluon.jit
+@jit
 def store_final_state(S, item, length, head, first_v, scan):
     """Store S^T after the last chunk of a work item to HBM; M and N are stored keys down.
 

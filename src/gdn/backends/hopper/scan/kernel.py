@@ -15,7 +15,6 @@ sequence, or be NaN: r is masked and k is zeroed there, and o is stored row by r
 write past the end.
 """
 
-from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from gdn.backends.hopper.factors import BOX_ROWS, NUM_ROWS, C
@@ -23,6 +22,7 @@ from gdn.backends.hopper.gluon import (
     fence_async_shared,
     gdc_launch_dependents,
     gdc_wait,
+    jit,
     kernel,
     mbarrier,
     recast,
@@ -35,7 +35,7 @@ from gdn.backends.hopper.scan.scores import compute_scores
 from gdn.backends.hopper.scan.structs import Config, Inputs, Outputs, Pipeline, Scan, Slots, Tiles
 
 
-@gluon.jit
+@jit
 def allocate_tiles(inputs, outputs, HAS_Q: gl.constexpr, STAGES: gl.constexpr, config):
     """Allocate the stages in shared memory: q over k, v, A_inv, factors, P; and the buffers of o and S.
 

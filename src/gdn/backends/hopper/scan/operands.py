@@ -4,11 +4,10 @@ WGMMA reads A from registers or shared memory, B from shared memory only. S is h
 and v_new are A operands straight from the registers in which the previous MMA left them.
 """
 
-from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from gdn.backends.hopper.factors import C
-from gdn.backends.hopper.gluon import warpgroup_mma, warpgroup_mma_wait
+from gdn.backends.hopper.gluon import jit, warpgroup_mma, warpgroup_mma_wait
 from gdn.backends.hopper.scan.scheduler import STRIP
 
 # WGMMA accumulators in registers, value rows down: [64, C tokens], [64, 128 keys or 2 C tokens], [64, C / 2]
@@ -26,7 +25,7 @@ BF16_TILE = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bi
 TOKEN_ROWS = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
 
 
-@gluon.jit
+@jit
 def mma_split_bf16(x, b, acc):
     """Issue acc + x b as two asynchronous MMAs, x as split bf16: hi is truncated, see `triton.lib`."""
     high = (x.to(gl.uint32, bitcast=True) & 0xFFFF0000).to(gl.float32, bitcast=True)
@@ -35,7 +34,7 @@ def mma_split_bf16(x, b, acc):
     return warpgroup_mma(low, b, acc, is_async=True)
 
 
-@gluon.jit
+@jit
 def key_tiles(qk_s, stage, HAS_Q: gl.constexpr, D: gl.constexpr):
     """Return views of a stage in shared memory: q over k [2C, K] (without q, k alone), and k [C, K]."""
     if HAS_Q:
@@ -46,7 +45,7 @@ def key_tiles(qk_s, stage, HAS_Q: gl.constexpr, D: gl.constexpr):
         return k_tile, k_tile
 
 
-@gluon.jit
+@jit
 def issue_key_mma(S, qk_tile, HAS_Q: gl.constexpr, SPLIT: gl.constexpr):
     """Issue S^T [q; k]^T [64, 2C] as asynchronous MMAs, or S^T k^T [64, C]; SPLIT: S^T as split bf16."""
     if HAS_Q:
@@ -62,14 +61,14 @@ def issue_key_mma(S, qk_tile, HAS_Q: gl.constexpr, SPLIT: gl.constexpr):
         return warpgroup_mma(S, qk, zeros, use_acc=False, is_async=True)
 
 
-@gluon.jit
+@jit
 def split_columns(x, WIDTH: gl.constexpr, layout: gl.constexpr):
     """Split x [64, 2 WIDTH] into its left and right half; each value stays in its register."""
     left, right = gl.split(gl.permute(gl.reshape(x, (STRIP, 2, WIDTH)), (0, 2, 1)))
     return gl.convert_layout(left, layout), gl.convert_layout(right, layout)
 
 
-@gluon.jit
+@jit
 def wait_key_mma(qkS, HAS_Q: gl.constexpr):
     """Wait for the MMAs of `issue_key_mma`; return q S and k S, or k S twice without q.
 
@@ -83,14 +82,14 @@ def wait_key_mma(qkS, HAS_Q: gl.constexpr):
         return qkS, qkS
 
 
-@gluon.jit
+@jit
 def join_columns(early, late):
     """Join the columns of a chunk's first and last 32 tokens to [64, C]; each value stays in its register."""
     x = gl.reshape(gl.permute(gl.join(early, late), (0, 2, 1)), (STRIP, C))
     return gl.convert_layout(x, ACC_TOKENS)
 
 
-@gluon.jit
+@jit
 def issue_lower_mma(x, lower, early, late, ADDS: gl.constexpr):
     """Issue x lower^T as MMAs for the first and the last 32 tokens, skipping the zero upper right quarter."""
     first, _ = split_columns(x, C // 2, ACC_HALF)

@@ -1,15 +1,14 @@
 """Run the producer warp of the state scan: take work items, publish them, load their chunks by TMA."""
 
-from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from gdn.backends.hopper.factors import BOX_ROWS, NUM_ROWS, WELL_CONDITIONED, WITH_B, C
-from gdn.backends.hopper.gluon import gdc_wait, mbarrier, tma_load
+from gdn.backends.hopper.gluon import gdc_wait, jit, mbarrier, tma_load
 from gdn.backends.hopper.scan.scheduler import STRIP, split_work, stage_and_phase
 from gdn.backends.triton.chunks import SEQUENCE
 
 
-@gluon.jit
+@jit
 def run_producer(scan):
     """Run the producer warp: take work items, publish each, and load its chunks into the pipeline stages.
 
@@ -35,7 +34,7 @@ def run_producer(scan):
         scan.queue.publish_work(number, turn)
 
 
-@gluon.jit
+@jit
 def load_item(number, turn, num_chunks, scan):
     """Publish one work item and load its chunks; return the CTA's chunk count after the last of them.
 
@@ -72,7 +71,7 @@ def load_item(number, turn, num_chunks, scan):
     return end
 
 
-@gluon.jit
+@jit
 def load_chunk(i, corner, corner_of_v, tile, scan):
     """Wait until the stage of chunk i is empty, then issue the chunk's TMA loads; full[s] counts their bytes.
 
@@ -122,7 +121,7 @@ def load_chunk(i, corner, corner_of_v, tile, scan):
         tma_load(inputs.A_lower, [PARTS * tile + part, 0, 0], ready, tiles.A_halves.index(place + 1))
 
 
-@gluon.jit
+@jit
 def load_keys(x_d, corner, ready, ROW: gl.constexpr, tile, D: gl.constexpr):
     """Issue the TMA loads of a chunk's q or k, 64 keys each, into the stage's tile from row ROW on."""
     row, token, head = corner

@@ -5,10 +5,9 @@ A work item is a sequence (or a segment of one) and a value head. A CTA takes it
 
 from typing import Any
 
-from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from gdn.backends.hopper.gluon import fence_async_shared, mbarrier, struct
+from gdn.backends.hopper.gluon import fence_async_shared, jit, mbarrier, struct
 from gdn.backends.triton.chunks import SEQUENCE
 
 STRIP = gl.constexpr(64)  # value rows of S^T of a consumer warpgroup
@@ -24,7 +23,7 @@ ONE_WARP = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0]))
 ONE_WARPGROUP = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
 
 
-@gluon.jit
+@jit
 def stage_and_phase(i, barriers):
     """Return the pipeline stage (or slot) that i uses, and the mbarrier phase to wait for."""
     COUNT: gl.constexpr = barriers.shape[0]
@@ -44,7 +43,7 @@ class Geometry:
     bound: Any  # entries of chunks in the table, before those of sequences
     num_items: Any
 
-    @gluon.jit
+    @jit
     def locate(self, item):
         """Return row, first token in it, length and first chunk of a work item: see `triton.chunks`."""
         n = item // self.HV
@@ -60,7 +59,7 @@ class Geometry:
             length = gl.load(self.cu_seqlens_ptr + n + 1).to(gl.int32) - first
             return n * 0, first, length, gl.load(self.table_ptr + 2 * self.bound + SEQUENCE * n)
 
-    @gluon.jit
+    @jit
     def is_map(self, item):
         """Return True if an item of `segment_transfer` is a segment's M: its state index is odd (or -1)."""
         return (gl.load(self.table_ptr + item * ITEM_FIELDS + STORE_TO) & 1) == 1
@@ -75,7 +74,7 @@ class Queue:
     empty: Any  # 1 arrival by each reader: the score warpgroup and the consumers
     next_ptr: Any  # the tile scheduler: items that were taken, beyond the first of each CTA
 
-    @gluon.jit
+    @jit
     def publish_work(self, item, turn):
         """Write the turn-th work item of the CTA to shared memory; `read_work` reads it."""
         slot, phase = stage_and_phase(turn, self.full)
@@ -85,7 +84,7 @@ class Queue:
         fence_async_shared()
         mbarrier.arrive(self.full.index(slot), count=1)
 
-    @gluon.jit
+    @jit
     def read_work(self, turn):
         """Wait for the turn-th work item of the CTA and return it."""
         slot, phase = stage_and_phase(turn, self.full)
@@ -98,7 +97,7 @@ class Queue:
         return item
 
 
-@gluon.jit
+@jit
 def next_work(turn, queue):
     """Return the turn-th number that this CTA scans; without a queue it has only its first."""
     if queue is None:
@@ -107,7 +106,7 @@ def next_work(turn, queue):
         return queue.read_work(turn)
 
 
-@gluon.jit
+@jit
 def split_work(number, WG: gl.constexpr, config):
     """Return the work item of a scheduled number, and which 64 value rows of it consumer WG holds."""
     # with one consumer a CTA and V = 128, two consecutive numbers are the two halves of one work item

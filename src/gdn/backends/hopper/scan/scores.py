@@ -6,16 +6,15 @@
 It multiplies k q^T, which is P^T but for the factors: P^T is the B operand of o^T += v_new^T P^T.
 """
 
-from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from gdn.backends.hopper.factors import CHUNK_DECAY, LOG2_K, LOG2_Q, Q_DECAY, C
-from gdn.backends.hopper.gluon import warpgroup_mma, warpgroup_mma_wait
+from gdn.backends.hopper.gluon import jit, warpgroup_mma, warpgroup_mma_wait
 from gdn.backends.hopper.scan.operands import ACC_TOKENS, PER_COLUMN, PER_ROW, key_tiles
 from gdn.backends.hopper.scan.scheduler import next_work, split_work
 
 
-@gluon.jit
+@jit
 def compute_scores(scan):
     """Run the score warpgroup: compute P of all chunks of all work items, for every consumer warpgroup."""
     num_chunks = 0
@@ -32,7 +31,7 @@ def compute_scores(scan):
         number = next_work(turn, scan.queue)
 
 
-@gluon.jit
+@jit
 def compute_chunk_scores(i, left, scan):
     """Compute P of the CTA's chunk i into shared memory; only its first `left` tokens are the sequence's."""
     tiles = scan.tiles

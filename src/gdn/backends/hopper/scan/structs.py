@@ -5,11 +5,10 @@ The kernels' own signatures are flat: they are what the host passes. A binary ha
 
 from typing import Any
 
-from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from gdn.backends.hopper.factors import NUM_ROWS, WELL_CONDITIONED, C
-from gdn.backends.hopper.gluon import fence_async_shared, mbarrier, struct
+from gdn.backends.hopper.gluon import fence_async_shared, jit, mbarrier, struct
 from gdn.backends.hopper.scan.scheduler import ONE_WARPGROUP, stage_and_phase
 from gdn.backends.triton.rule.pool import UNIT
 
@@ -64,12 +63,12 @@ class Slots:
     slots: Any
     lowest: Any
 
-    @gluon.jit
+    @jit
     def is_slot(self, slot):
         """Return True if the pool has the slot."""
         return (slot >= self.lowest) & (slot < self.slots)
 
-    @gluon.jit
+    @jit
     def offset(self, slot, head):
         """Return the first element of a state."""
         return (slot * self.state_n + head * self.state_h) * UNIT
@@ -89,19 +88,19 @@ class Tiles:
     o: Any  # [C, 64] of each consumer, or None
     S: Any  # [K, 64] of each consumer, or None
 
-    @gluon.jit
+    @jit
     def load_row(self, stage, ROW: gl.constexpr, layout: gl.constexpr):
         """Load one row of a chunk's factors [C] from shared memory."""
         return self.factors.index(NUM_ROWS * stage + ROW).reshape([C]).load(layout)
 
-    @gluon.jit
+    @jit
     def load_scalar(self, stage, PLACE: gl.constexpr):
         """Load one factor of a chunk from shared memory as a scalar."""
         row = self.factors.index(NUM_ROWS * stage + PLACE // C).reshape([C])
         # a maximum over one element gives every lane the same scalar register
         return gl.max(row.slice(PLACE % C, 1).load(ONE_WARPGROUP), 0)
 
-    @gluon.jit
+    @jit
     def is_well_conditioned(self, stage):
         """Return True if `solve` found the chunk of a stage well-conditioned."""
         return self.load_scalar(stage, WELL_CONDITIONED) > 0.0
@@ -115,25 +114,25 @@ class Pipeline:
     empty: Any  # 1 arrival by each reader of the stage: the score warpgroup and the consumers
     P_full: Any  # 1 arrival, by the score warpgroup; None without outputs
 
-    @gluon.jit
+    @jit
     def wait_full(self, i):
         """Wait until the tiles and factors of the CTA's chunk i are in shared memory; return its stage."""
         stage, phase = stage_and_phase(i, self.full)
         mbarrier.wait(self.full.index(stage), phase)
         return stage
 
-    @gluon.jit
+    @jit
     def wait_empty(self, stage, phase):
         """Wait until all readers have released the chunk that was in the stage before."""
         # the opposite phase: the first pass over the stages does not block
         mbarrier.wait(self.empty.index(stage), phase ^ 1)
 
-    @gluon.jit
+    @jit
     def wait_scores(self, stage, phase):
         """Wait until P of the stage is in shared memory."""
         mbarrier.wait(self.P_full.index(stage), phase)
 
-    @gluon.jit
+    @jit
     def publish_scores(self, stage):
         """Publish P of the stage to the consumers, and release the stage."""
         # Order the reads of the stage before the TMA loads that overwrite it, and the writes of P before the
@@ -142,7 +141,7 @@ class Pipeline:
         mbarrier.arrive(self.P_full.index(stage), count=1)
         mbarrier.arrive(self.empty.index(stage), count=1)
 
-    @gluon.jit
+    @jit
     def release(self, stage):
         """Release the stage to the producer."""
         # order this warpgroup's reads of shared memory before the TMA loads that overwrite them
@@ -159,7 +158,7 @@ class Position:
     head: Any
     first_v: Any
 
-    @gluon.jit
+    @jit
     def advance_by(self, i, HV):
         """Return the position i chunks later."""
         return Position(self.token + i * C, self.tile + i * HV, self.head, self.first_v)

@@ -8,15 +8,15 @@ tokens. Otherwise, and with l2norm, it takes one exponential a pair.
 
 # tuples of blocks grow as the kernel is traced
 # mypy: disable-error-code="assignment"
-from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from gdn.backends.hopper.factors import BETA, LOG2_K, UPDATE_DECAY
+from gdn.backends.hopper.gluon import jit
 from gdn.backends.hopper.solve.decays import A_FACTOR
 from gdn.backends.hopper.solve.inverse import BLOCKS, block_indices, zero_block
 
 
-@gluon.jit
+@jit
 def block_factors(factors, a: gl.constexpr, n: gl.constexpr, HAS_FP32_DECAY: gl.constexpr):
     """Return the factors that turn block (a, n) of k k^T into -A; above the diagonal of a == n, into -A^T."""
     i, j = block_indices()
@@ -38,7 +38,7 @@ def block_factors(factors, a: gl.constexpr, n: gl.constexpr, HAS_FP32_DECAY: gl.
         return gl.exp2(row - column) * a_factor
 
 
-@gluon.jit
+@jit
 def compute_L(kk, factors, HAS_FP32_DECAY: gl.constexpr):
     """Return blocks of L = -A below the diagonal (fp16), on it, on it transposed; sums of (beta_i A_ij)^2."""
     i, j = block_indices()

@@ -2,7 +2,6 @@
 
 from typing import Any
 
-from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from gdn.backends.hopper.factors import (
@@ -19,7 +18,7 @@ from gdn.backends.hopper.factors import (
     UPDATE_DECAY,
     C,
 )
-from gdn.backends.hopper.gluon import struct
+from gdn.backends.hopper.gluon import jit, struct
 from gdn.backends.hopper.solve.inverse import ACC_BLOCK, BLOCK
 from gdn.backends.triton.lib import activate_beta
 from gdn.backends.triton.rule.prepare import log_decay
@@ -37,7 +36,7 @@ class SharedFactors:
     box: Any  # the second box: BETA, LOG2_K, LOG2_Q, UPDATE_DECAY
     a_factor: Any
 
-    @gluon.jit
+    @jit
     def view(self, FACTOR: gl.constexpr):
         """Return the view [1, C] of a row."""
         if FACTOR == A_FACTOR:
@@ -45,28 +44,28 @@ class SharedFactors:
         else:
             return self.box.index(FACTOR - BOX_ROWS)
 
-    @gluon.jit
+    @jit
     def vector_view(self, FACTOR: gl.constexpr):
         """Return the view [C] of a row."""
         return self.view(FACTOR).reshape([C])
 
-    @gluon.jit
+    @jit
     def column_view(self, FACTOR: gl.constexpr, n: gl.constexpr):
         """Return the view [16, 1] of the factors of block n's tokens."""
         return self.view(FACTOR).permute((1, 0)).slice(n * BLOCK, BLOCK, 0)
 
-    @gluon.jit
+    @jit
     def column(self, FACTOR: gl.constexpr, n: gl.constexpr):
         """Load the factors of block n's 16 tokens from shared memory as a column [16, 1]."""
         return self.column_view(FACTOR, n).load(ACC_BLOCK)
 
-    @gluon.jit
+    @jit
     def row(self, FACTOR: gl.constexpr, n: gl.constexpr):
         """Load the factors of block n's 16 tokens from shared memory as a row [1, 16]."""
         return self.view(FACTOR).slice(n * BLOCK, BLOCK, 1).load(ACC_BLOCK)
 
 
-@gluon.jit
+@jit
 def load_gate(gate_ptr, row, first, length, head, of_row, of_token, of_head):
     """Load the caller's gate of a chunk's tokens from HBM; 0 past the chunk's end, or without a gate."""
     token = gl.arange(0, C, TOKEN_PAIRS)
@@ -78,13 +77,13 @@ def load_gate(gate_ptr, row, first, length, head, of_row, of_token, of_head):
         return gl.load(base + token * of_token, mask=token < length, other=0.0)
 
 
-@gluon.jit
+@jit
 def add(a, b):
     """Add; the associative operation of the scan over a warp's registers."""
     return a + b
 
 
-@gluon.jit
+@jit
 def compute_decays(g, A_log_ptr, dt_bias_ptr, length, head, RESET: gl.constexpr):
     """Return G / log 2 of a chunk's tokens, the last token's past the chunk's end."""
     is_token = gl.arange(0, C, TOKEN_PAIRS) < length
@@ -93,7 +92,7 @@ def compute_decays(g, A_log_ptr, dt_bias_ptr, length, head, RESET: gl.constexpr)
     return (gl.associative_scan(g.to(gl.float64), 0, add) * LOG2_E).to(gl.float32)
 
 
-@gluon.jit
+@jit
 def compute_betas(beta, length, IS_GIVEN: gl.constexpr, SIGMOID: gl.constexpr, NEGATIVE: gl.constexpr):
     """Return beta of a chunk's tokens, 0 past the chunk's end."""
     # without a tensor `load_gate` leaves zeros in the registers, and beta is 1
@@ -101,7 +100,7 @@ def compute_betas(beta, length, IS_GIVEN: gl.constexpr, SIGMOID: gl.constexpr, N
     return gl.where(gl.arange(0, C, TOKEN_PAIRS) < length, beta, 0.0)
 
 
-@gluon.jit
+@jit
 def store_factors(factors_ptr, factors, decay, beta, q_scale, k_rstd):
     """Store the first box, without WELL_CONDITIONED, to HBM and the second to shared memory.
 
@@ -135,7 +134,7 @@ def store_factors(factors_ptr, factors, decay, beta, q_scale, k_rstd):
     return has_fp32_decay
 
 
-@gluon.jit
+@jit
 def store_second_box(factors_ptr, factors):
     """Copy the second box from shared memory to HBM, for a chunk that is not well-conditioned."""
     token = gl.arange(0, C, TOKEN_PAIRS)

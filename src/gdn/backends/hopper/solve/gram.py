@@ -2,16 +2,15 @@
 
 # tuples of blocks grow as the kernel is traced
 # mypy: disable-error-code="assignment,attr-defined,var-annotated"
-from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from gdn.backends.hopper.factors import C
-from gdn.backends.hopper.gluon import mma_v2
+from gdn.backends.hopper.gluon import jit, mma_v2
 from gdn.backends.hopper.solve.inverse import BLOCK, BLOCK_A, BLOCK_B, BLOCKS, block_indices, zero_block
 from gdn.backends.hopper.solve.tiles import TILE_ROWS
 
 
-@gluon.jit
+@jit
 def zero_blocks(COUNT: gl.constexpr):
     """Return COUNT accumulators of zeros in registers."""
     blocks = ()
@@ -20,7 +19,7 @@ def zero_blocks(COUNT: gl.constexpr):
     return blocks
 
 
-@gluon.jit
+@jit
 def add_gram_blocks(x_s, length, total, ONLY_DIAGONAL: gl.constexpr):
     """Add blocks of x x^T to accumulators `total`: on the diagonal, unless ONLY_DIAGONAL also below it."""
     if length < C:
@@ -44,7 +43,7 @@ def add_gram_blocks(x_s, length, total, ONLY_DIAGONAL: gl.constexpr):
     return total
 
 
-@gluon.jit
+@jit
 def store_rstd(xx, n: gl.constexpr, factors, FACTOR: gl.constexpr):
     """Store 1 / norm of 16 rows of x to shared memory; xx of x x^T has their squares on its diagonal."""
     i, j = block_indices()

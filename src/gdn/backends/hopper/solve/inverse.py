@@ -13,10 +13,9 @@ with a larger |L| grows by that factor from token to token.
 
 # tuples of blocks grow as the kernel is traced
 # mypy: disable-error-code="assignment"
-from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from gdn.backends.hopper.gluon import mma_v2
+from gdn.backends.hopper.gluon import jit, mma_v2
 
 BLOCK = gl.constexpr(16)  # tokens of a block
 BLOCKS = gl.constexpr(4)  # blocks down a tile
@@ -27,7 +26,7 @@ BLOCK_A = gl.constexpr(gl.DotOperandLayout(0, ACC_BLOCK.value, 2))
 BLOCK_B = gl.constexpr(gl.DotOperandLayout(1, ACC_BLOCK.value, 2))
 
 
-@gluon.jit
+@jit
 def block_indices():
     """Return the row [16, 1] and column [1, 16] indices of a block."""
     i = gl.arange(0, BLOCK, gl.SliceLayout(1, ACC_BLOCK))
@@ -35,25 +34,25 @@ def block_indices():
     return i[:, None], j[None, :]
 
 
-@gluon.jit
+@jit
 def zero_block():
     return gl.zeros((BLOCK, BLOCK), gl.float32, ACC_BLOCK)
 
 
-@gluon.jit
+@jit
 def as_a_operand(x):
     # no data moves: the registers of an accumulator are those of a left operand
     return gl.convert_layout(x, BLOCK_A)
 
 
-@gluon.jit
+@jit
 def mma_transposed(a, b, acc):
     """Return acc + a b^T of three accumulators; the operands are rounded to fp16 in registers."""
     right = gl.convert_layout(gl.permute(b.to(gl.float16), (1, 0)), BLOCK_B)
     return mma_v2(as_a_operand(a.to(gl.float16)), right, acc)
 
 
-@gluon.jit
+@jit
 def invert_diagonal(L, L_t):
     """Return X and X^T of blocks on the diagonal from L and L^T, by doubling from 2 x 2 to 16 x 16."""
     i, j = block_indices()
@@ -77,7 +76,7 @@ def invert_diagonal(L, L_t):
     return X, X_t
 
 
-@gluon.jit
+@jit
 def invert(L, L_aa, L_aa_t):
     """Return the blocks of X on and below the diagonal, row by row; L has the blocks below it."""
     # two blocks at a time: their mma are independent, and the registers hold two with their transposes

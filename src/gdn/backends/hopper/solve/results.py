@@ -2,11 +2,10 @@
 
 # tuples of blocks grow as the kernel is traced
 # mypy: disable-error-code="assignment,attr-defined,var-annotated"
-from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from gdn.backends.hopper.factors import BETA, UPDATE_DECAY, WELL_CONDITIONED, C
-from gdn.backends.hopper.gluon import mma_v2
+from gdn.backends.hopper.gluon import jit, mma_v2
 from gdn.backends.hopper.solve.inverse import (
     ACC_BLOCK,
     BLOCK,
@@ -23,7 +22,7 @@ from gdn.backends.hopper.solve.inverse import (
 MAX_SUM = gl.constexpr(12.0)
 
 
-@gluon.jit
+@jit
 def store_flag(factors_ptr, total, has_fp32_decay, length):
     """Test if a chunk is well-conditioned, store that to HBM; `total` sums to that of (beta_i A_ij)^2."""
     total = gl.sum(gl.sum(total, 1), 0)
@@ -33,7 +32,7 @@ def store_flag(factors_ptr, total, has_fp32_decay, length):
     return is_well_conditioned
 
 
-@gluon.jit
+@jit
 def rounding_of_rows(X):
     """Return what rounding to bf16 takes from the row sums of a row of blocks, to the 11 bits of fp16."""
     ones = gl.convert_layout(gl.zeros((BLOCK, BLOCK), gl.float16, ACC_BLOCK) + 1.0, BLOCK_B)
@@ -46,13 +45,13 @@ def rounding_of_rows(X):
     return sums
 
 
-@gluon.jit
+@jit
 def block_view(tile, a: gl.constexpr, n: gl.constexpr):
     """Return the view of block (a, n) of a tile in shared memory."""
     return tile.slice(a * BLOCK, BLOCK, 0).slice(n * BLOCK, BLOCK, 1)
 
 
-@gluon.jit
+@jit
 def store_B(tile, X, factors):
     """Store B = e^(G_C - G_i) A_inv_ij beta_j from registers to shared memory in bf16."""
     betas = ()
@@ -65,7 +64,7 @@ def store_B(tile, X, factors):
             block_view(tile, a, n).store(x.to(gl.bfloat16))
 
 
-@gluon.jit
+@jit
 def store_A_inv(tiles, X, PARTS: gl.constexpr):
     """Store A_inv - 1 to shared memory: bf16 with the rounding of row sums on the diagonal, or split bf16."""
     i, j = block_indices()
@@ -84,7 +83,7 @@ def store_A_inv(tiles, X, PARTS: gl.constexpr):
                 block = block - block.to(gl.bfloat16).to(gl.float32)
 
 
-@gluon.jit
+@jit
 def store_zeros(tiles, PARTS: gl.constexpr, IS_PACKED: gl.constexpr):
     """Store the zeros that the TMA stores read; IS_PACKED: HBM has no place for the upper right quarter."""
     for a in gl.static_range(BLOCKS):

@@ -2,11 +2,10 @@
 
 from typing import Any
 
-from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from gdn.backends.hopper.factors import C
-from gdn.backends.hopper.gluon import struct
+from gdn.backends.hopper.gluon import jit, struct
 
 # registers of one warp, tokens down: 16 bytes a lane
 TILE_ROWS = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [1, 1], [1, 0]))
@@ -22,7 +21,7 @@ class Grid:
     ratio: Any  # value heads of a key head
     chunks_per_row: Any
 
-    @gluon.jit
+    @jit
     def locate(self, n):
         """Return the index of tile n, or of a step of n tiles."""
         # value heads of a chunk are neighbours in time: they share k, which then comes from L2
@@ -45,7 +44,7 @@ class Tile:
     key: Any
     value: Any
 
-    @gluon.jit
+    @jit
     def advance_by(self, step, grid):
         """Add the index of a step with carries, without an integer division."""
         value = self.value + step.value
@@ -62,7 +61,7 @@ class Tile:
             chunk -= is_over * grid.chunks_per_row
         return Tile(row, chunk, key, value)
 
-    @gluon.jit
+    @jit
     def tokens(self, grid):
         """Return the first token of the chunk in its row, and its length; below 0: tokens of no sequence."""
         if grid.table_ptr is None:
@@ -72,7 +71,7 @@ class Tile:
             return gl.load(entry), gl.load(entry + 1)
 
 
-@gluon.jit
+@jit
 def zero_outputs(o_ptr, place, count, HV, D: gl.constexpr):
     """Store zeros to HBM for the outputs of a chunk's first `count` tokens."""
     i = gl.arange(0, C, gl.SliceLayout(1, TILE_ROWS))[:, None]

@@ -5,7 +5,7 @@ Triton never specialises on scalars: another length, batch or head count runs th
 
 Read in this order:
 
-    kernels       declare a kernel, and count strides in units so that its loads vectorise
+    kernels       declare a kernel without reading its source; count strides in units so that loads vectorise
     device        the GPU that a call runs on, and what tile sizes depend on
     specs         shapes and dtypes of the tensors that a plan allocates
     launcher      call Triton's C function without its Python code, with descriptors encoded before
@@ -21,7 +21,7 @@ Read in this order:
 """
 
 from gdn.backends.triton.launch.device import Machine, device_guard, machine
-from gdn.backends.triton.launch.kernels import INTERPRETED, kernel, unit_of
+from gdn.backends.triton.launch.kernels import INTERPRETED, jit, kernel, unit_of
 from gdn.backends.triton.launch.launches import (
     CachedLaunch,
     Launch,
@@ -48,6 +48,7 @@ __all__ = [
     "compile_ahead",
     "device_guard",
     "is_recording",
+    "jit",
     "kernel",
     "machine",
     "record_launches",

@@ -13,11 +13,10 @@ once, so the kernel that follows it must wait first.
 
 from typing import Any
 
-import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from gdn.backends.triton.launch import INTERPRETED, Machine
+from gdn.backends.triton.launch import INTERPRETED, Machine, jit
 
 PDL = {"launch_pdl": True}  # options of a Launch that uses PDL
 ON_GPU = tl.constexpr(not INTERPRETED)  # the interpreter runs no PTX: kernels skip inline assembly there
@@ -33,21 +32,21 @@ def pdl_options(machine: Machine) -> dict[str, Any]:
     return PDL if supports_pdl(machine) else {}
 
 
-@triton.jit
+@jit
 def launch_dependents():
     # gdc_launch_dependents: once all programs have executed it, the SMs may take programs of the next kernel
     if ON_GPU:
         gdc_launch_dependents()
 
 
-@triton.jit
+@jit
 def wait_previous():
     # gdc_wait: block until the previous kernel has finished and its stores to HBM are visible
     if ON_GPU:
         gdc_wait()
 
 
-@triton.jit
+@jit
 def launch_dependents_then_wait():
     """Let the next kernel start, then wait for the previous one.
 
@@ -57,7 +56,7 @@ def launch_dependents_then_wait():
     wait_previous()
 
 
-@triton.jit
+@jit
 def wait_then_launch_dependents():
     """Wait for the previous kernel, then let the next one start.
 

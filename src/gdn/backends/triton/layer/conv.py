@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from gdn.backends import eager
-from gdn.backends.triton.launch import Launch, Machine, PlanCache, device_guard, kernel, machine, unit_of
+from gdn.backends.triton.launch import Launch, Machine, PlanCache, device_guard, jit, kernel, machine, unit_of
 from gdn.notation import Channels, ConvState
 from gdn.problem.layer import ConvProblem
 
@@ -37,7 +37,7 @@ class Source(NamedTuple):
     L: Any
 
 
-@triton.jit
+@jit
 def load_taps(weight_ptr, channels, is_channel, W: tl.constexpr):
     """Load W vectors of taps, that of the oldest input first."""
     taps = ()  # a tuple of vectors: each tap has its own register
@@ -47,7 +47,7 @@ def load_taps(weight_ptr, channels, is_channel, W: tl.constexpr):
     return taps
 
 
-@triton.jit
+@jit
 def load_bias(bias_ptr, channels, is_channel):
     if bias_ptr is None:
         bias = tl.zeros(channels.shape, tl.float32)
@@ -56,7 +56,7 @@ def load_bias(bias_ptr, channels, is_channel):
     return bias
 
 
-@triton.jit
+@jit
 def apply_filter(window, taps, bias, W: tl.constexpr, SILU: tl.constexpr):
     """Return act(bias + sum_j taps[j] window[j]), in the same order for whole sequences and for steps."""
     y = bias
@@ -68,7 +68,7 @@ def apply_filter(window, taps, bias, W: tl.constexpr, SILU: tl.constexpr):
     return y
 
 
-@triton.jit
+@jit
 def program_block(D, tokens, num_blocks, BD: tl.constexpr):
     """Return row, first token and channels of this program; channels vary fastest."""
     strips = tl.cdiv(D, BD)
@@ -77,7 +77,7 @@ def program_block(D, tokens, num_blocks, BD: tl.constexpr):
     return block // num_blocks, (block % num_blocks) * tokens, channels, channels < D
 
 
-@triton.jit
+@jit
 def find_sequence(cu_seqlens_ptr, N, row, token):
     """Return the sequence of a block's first token: the last one that begins before `token`, or 0."""
     n = row
@@ -94,7 +94,7 @@ def find_sequence(cu_seqlens_ptr, N, row, token):
     return n
 
 
-@triton.jit
+@jit
 def next_sequence(cu_seqlens_ptr, N, n):
     """Return the sequence after n in its row; more than N if there is none."""
     if cu_seqlens_ptr is None:
@@ -103,7 +103,7 @@ def next_sequence(cu_seqlens_ptr, N, n):
         return n + 1
 
 
-@triton.jit
+@jit
 def sequence_range(cu_seqlens_ptr, N, n, T):
     """Return first token and end of sequence n; number N has the tokens past the last sequence."""
     if cu_seqlens_ptr is None:
@@ -116,7 +116,7 @@ def sequence_range(cu_seqlens_ptr, N, n, T):
     return start, end
 
 
-@triton.jit
+@jit
 def owned_range(start, end, first, tokens, W: tl.constexpr):
     """Return the tokens of sequence start : end that the block of `tokens` tokens at `first` owns."""
     begin = tl.where(start < first, tl.maximum(first, start + W - 1), start)
@@ -124,7 +124,7 @@ def owned_range(start, end, first, tokens, W: tl.constexpr):
     return begin, tl.minimum(end, tl.maximum(first + tokens, start + W - 1))
 
 
-@triton.jit
+@jit
 def load_window(source, start, begin, is_read, has_initial, W: tl.constexpr):
     """Return the W - 1 inputs before token `begin`, oldest first; those before `start` are in the slot."""
     window = ()
@@ -134,7 +134,7 @@ def load_window(source, start, begin, is_read, has_initial, W: tl.constexpr):
     return window
 
 
-@triton.jit
+@jit
 def load_input(source, token, start, is_read, has_initial):
     """Load the input of a token, from the slot if the token is before the sequence's first, `start`."""
     mask = is_read & (token >= start)

@@ -17,13 +17,12 @@ from itertools import accumulate, chain
 from typing import Any, NamedTuple
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from gdn.backends import eager
 from gdn.backends.triton import sums
-from gdn.backends.triton.launch import Launch, PlanCache, device_guard, kernel, machine, unit_of
+from gdn.backends.triton.launch import Launch, PlanCache, device_guard, jit, kernel, machine, unit_of
 from gdn.backends.triton.layer.conv import (
     MAX_TAPS,
     Source,
@@ -48,7 +47,7 @@ from gdn.notation import Channels, ConvState
 from gdn.problem.layer import ConvProblem
 
 
-@triton.jit
+@jit
 def _zeros(COUNT: tl.constexpr, BD: tl.constexpr):
     zeros = ()
     for _ in tl.static_range(COUNT):
@@ -56,7 +55,7 @@ def _zeros(COUNT: tl.constexpr, BD: tl.constexpr):
     return zeros
 
 
-@triton.jit
+@jit
 def _filter_transposed(past, taps, W: tl.constexpr):
     """Return dx of the token W - 1 before the newest of dpre `past`."""
     dx = taps[W - 1] * past[0]
@@ -74,7 +73,7 @@ class Part(NamedTuple):
     first: Any
 
 
-@triton.jit
+@jit
 def _choose_part(channel, part, other):
     """Return the part that holds this channel; `other` begins after `part`."""
     is_other = channel >= other.first

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from gdn.backends import eager
-from gdn.backends.triton.launch import Launch, PlanCache, device_guard, kernel, machine
+from gdn.backends.triton.launch import Launch, PlanCache, device_guard, jit, kernel, machine
 from gdn.backends.triton.launch.pdl import launch_dependents_then_wait, pdl_options, supports_pdl
 from gdn.backends.triton.layer.conv import (
     MAX_TAPS,
@@ -25,7 +25,7 @@ from gdn.backends.triton.layer.conv import (
 from gdn.problem.layer import ConvUpdateProblem
 
 
-@triton.jit
+@jit
 def _modulo(x, L):
     """Return x mod L in 0 .. L - 1 for x of either sign; 0 if L is 0."""
     L = tl.maximum(L, 1)

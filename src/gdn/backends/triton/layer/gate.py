@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from gdn.backends.triton import sums
-from gdn.backends.triton.launch import Launch, PlanCache, device_guard, kernel, machine, unit_of
+from gdn.backends.triton.launch import Launch, PlanCache, device_guard, jit, kernel, machine, unit_of
 from gdn.backends.triton.layer.gate_channels import gate_channels, gate_channels_bwd, to_rows
 from gdn.backends.triton.lib import log1p, split_fp64
 from gdn.notation import Decay, GateBias, HeadParam, PerHead
@@ -25,7 +25,7 @@ ELEMENTS = 1024  # tokens times heads of a block: 8 a thread
 HEADS = 128  # most heads of a block
 
 
-@triton.jit
+@jit
 def _exp(x):
     """Return e^x of a float64 x in fp32; rounding x / log 2 to fp32 first would cost |x| last places.
 
@@ -37,7 +37,7 @@ def _exp(x):
     return power * tl.where(is_tiny, 2.0**-64, 1.0)
 
 
-@triton.jit
+@jit
 def _softplus_sigmoid(x):
     """Return log(1 + e^x), 1 / (1 + e^-x) and its derivative, all without cancellation."""
     e = _exp(-tl.abs(x.to(tl.float64)))
@@ -45,7 +45,7 @@ def _softplus_sigmoid(x):
     return tl.maximum(x, 0.0) + log1p(e), sigmoid, e / ((1.0 + e) * (1.0 + e))
 
 
-@triton.jit
+@jit
 def decay_rate(a, A_log, bias):
     """Return exp(A_log) times softplus(a + bias) and times sigmoid(a + bias); A_log and bias by head."""
     x = a + bias[None, :]
@@ -57,7 +57,7 @@ def decay_rate(a, A_log, bias):
     return tl.where(is_small, product, rate * softplus), tl.where(is_small, product, rate * sigmoid)
 
 
-@triton.jit
+@jit
 def load_heads(A_log_ptr, dt_bias_ptr, heads, is_head):
     """Load A_log, and dt_bias or 0."""
     A_log = tl.load(A_log_ptr + heads, mask=is_head, other=0.0).to(tl.float32)
@@ -68,7 +68,7 @@ def load_heads(A_log_ptr, dt_bias_ptr, heads, is_head):
     return A_log, bias
 
 
-@triton.jit
+@jit
 def _row_indices(rows, row_stride, heads, UNIT: tl.constexpr):
     return rows.to(tl.int64)[:, None] * (row_stride * UNIT) + heads[None, :]
 

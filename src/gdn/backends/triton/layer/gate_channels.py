@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from gdn.backends.triton import sums
-from gdn.backends.triton.launch import Launch, PlanCache, device_guard, kernel, machine, unit_of
+from gdn.backends.triton.launch import Launch, PlanCache, device_guard, jit, kernel, machine, unit_of
 from gdn.backends.triton.lib import column_mask, sigmoid
 from gdn.backends.triton.rule.channels import activate_logits, gate_rate, logits_bwd
 from gdn.notation import ChannelParam, HeadParam, PerChannel, PerHead
@@ -26,7 +26,7 @@ FORWARD, BACKWARD = 4096, 1024
 CHANNELS = 128  # most channels of a block
 
 
-@triton.jit
+@jit
 def load_bias(dt_bias_ptr, head, ks, K: tl.constexpr):
     """Load dt_bias [1, channels] of a head in fp32, or 0."""
     if dt_bias_ptr is None:
@@ -37,7 +37,7 @@ def load_bias(dt_bias_ptr, head, ks, K: tl.constexpr):
         ]
 
 
-@triton.jit
+@jit
 def row_offsets(rows, row_stride, head, ks, K: tl.constexpr, UNIT: tl.constexpr):
     """Return offsets [rows, channels] of a head in a tensor whose heads and channels are contiguous."""
     # constant factors of the offsets let Triton load 16 bytes of channels at once

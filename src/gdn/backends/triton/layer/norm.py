@@ -17,7 +17,7 @@ from torch import Tensor
 
 from gdn.backends import eager
 from gdn.backends.triton import sums
-from gdn.backends.triton.launch import Launch, PlanCache, device_guard, kernel, machine, unit_of
+from gdn.backends.triton.launch import Launch, PlanCache, device_guard, jit, kernel, machine, unit_of
 from gdn.backends.triton.launch.pdl import launch_dependents_then_wait, pdl_options, supports_pdl
 from gdn.backends.triton.lib import column_mask, sigmoid
 from gdn.problem.layer import NormProblem
@@ -35,7 +35,7 @@ class StridedRows(NamedTuple):
     inner: Any
 
 
-@triton.jit
+@jit
 def _load(x, rows, num_rows, inner, D: tl.constexpr, BD: tl.constexpr, UNIT: tl.constexpr):
     """Load rows of x in fp32; zeros past the last row and column."""
     columns = tl.arange(0, BD)
@@ -44,7 +44,7 @@ def _load(x, rows, num_rows, inner, D: tl.constexpr, BD: tl.constexpr, UNIT: tl.
     return tl.load(x.ptr + indices[:, None] + columns[None, :], mask=mask, other=0.0).to(tl.float32)
 
 
-@triton.jit
+@jit
 def _store(y_ptr, y, rows, num_rows, D: tl.constexpr, BD: tl.constexpr):
     columns = tl.arange(0, BD)
     mask = (rows < num_rows)[:, None] & column_mask(columns, D)[None, :]
@@ -52,7 +52,7 @@ def _store(y_ptr, y, rows, num_rows, D: tl.constexpr, BD: tl.constexpr):
     tl.store(indices, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@jit
 def _load_weight(weight_ptr, D: tl.constexpr, BD: tl.constexpr):
     columns = tl.arange(0, BD)
     if weight_ptr is None:
@@ -62,7 +62,7 @@ def _load_weight(weight_ptr, D: tl.constexpr, BD: tl.constexpr):
     return weight
 
 
-@triton.jit
+@jit
 def gate_and_derivative(z, GATE: tl.constexpr):
     """Return act(z) and act'(z)."""
     if GATE == "none":

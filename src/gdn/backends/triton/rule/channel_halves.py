@@ -17,9 +17,9 @@ One warp has a block, and one lane all 16 tokens of four channels, so sums over 
 
 from typing import Any, NamedTuple
 
-import triton
 import triton.language as tl
 
+from gdn.backends.triton.launch import jit
 from gdn.backends.triton.lib import column_mask, dot, inverse_norm, rounding_rest, split_bf16
 from gdn.backends.triton.rule.pairs import END, ROWS
 from gdn.backends.triton.rule.prepare import store_inverse
@@ -71,19 +71,19 @@ class Outputs(NamedTuple):
     factors_ptr: Any
 
 
-@triton.jit
+@jit
 def lane_channels(N: tl.constexpr):
     """Return N channels, four in each lane: all tensors of a chunk get one layout, without conversions."""
     return tl.max_contiguous(tl.arange(0, N), 4)
 
 
-@triton.jit
+@jit
 def block_tokens():
     """Return the tokens of a chunk [4, 16, 1]."""
     return 16 * tl.arange(0, 4)[:, None, None] + tl.arange(0, 16)[None, :, None]
 
 
-@triton.jit
+@jit
 def load_blocks(x, token_range, head, ks, K: tl.constexpr, UNIT: tl.constexpr):
     """Load a chunk's rows of x in fp32 [4, 16, channels]; zeros past its end and past channel K."""
     base = (
@@ -95,7 +95,7 @@ def load_blocks(x, token_range, head, ks, K: tl.constexpr, UNIT: tl.constexpr):
     return tl.load(base + tokens * (x.t * UNIT) + ks[None, None, :], mask=mask, other=0.0).to(tl.float32)
 
 
-@triton.jit
+@jit
 def store_blocks(base, stride, x, token_range, ks, K: tl.constexpr):
     """Store a chunk's rows x [4, 16, channels] at base, `stride` elements apart."""
     tokens = block_tokens()
@@ -103,7 +103,7 @@ def store_blocks(base, stride, x, token_range, ks, K: tl.constexpr):
     tl.store(base + (tokens * stride + ks[None, None, :]), x.to(base.dtype.element_ty), mask)
 
 
-@triton.jit
+@jit
 def softplus_by_polynomial(x):
     """Return log(1 + e^x) with a relative error of 3e-7, in 12 instructions; `lib.softplus` takes some 50."""
     e = tl.exp2(-LOG2_E * tl.abs(x))
@@ -118,7 +118,7 @@ def softplus_by_polynomial(x):
     return p * e + tl.maximum(x, 0.0)
 
 
-@triton.jit
+@jit
 def sigmoid_by_rsqrt(x):
     """Return 1 / (1 + e^-x) in 5 instructions, two on the special function unit; a division takes ten."""
     # e^-x may be inf: its inverse is the right 0
@@ -126,7 +126,7 @@ def sigmoid_by_rsqrt(x):
     return root * root
 
 
-@triton.jit
+@jit
 def load_decays(g, dt_bias_ptr, gate, at, ks, K: tl.constexpr, UNIT: tl.constexpr, BOUNDED: tl.constexpr):
     """Return g of a chunk [4, 16, channels]; 0 past its end.
 
@@ -147,7 +147,7 @@ def load_decays(g, dt_bias_ptr, gate, at, ks, K: tl.constexpr, UNIT: tl.constexp
     return x
 
 
-@triton.jit
+@jit
 def fits_fp32(g, NORM: tl.constexpr):
     """Return True if the factors of a chunk fit fp32, from g [4, 16, N]; False for NaN.
 
@@ -158,7 +158,7 @@ def fits_fp32(g, NORM: tl.constexpr):
     return tl.max(tl.where(tl.sum(tl.abs(g), 1) <= largest, 0, 1)) == 0
 
 
-@triton.jit
+@jit
 def last_of_block(x):
     """Return x [4, 16, N] of the last token of each block."""
     # a sum of bits: the compiler drops zeros that are integers, and the sum is one register
@@ -166,7 +166,7 @@ def last_of_block(x):
     return tl.sum(bits, 1).to(tl.float32, bitcast=True)
 
 
-@triton.jit
+@jit
 def norms(x, rstd_ptr, at):
     """Return the inverse norms [4, 16, 1] of rows x [4, 16, N], and store them unless rstd_ptr is None."""
     rstd = inverse_norm(tl.sum(x * x, 2))[:, :, None]
@@ -178,7 +178,7 @@ def norms(x, rstd_ptr, at):
     return rstd
 
 
-@triton.jit
+@jit
 def block_decays(g):
     """Return sums of g / log(2) from a block's start [4, 16, N], and decays [4, 1, N], from g [4, 16, N].
 
@@ -198,7 +198,7 @@ def block_decays(g):
     return before, block, earlier, later, between, tl.exp2(of_chunk)
 
 
-@triton.jit
+@jit
 def multiply_halves(rows, columns, shifted):
     """Return the pairs of rows [4, 16, N] with columns [N, 64]; right are those of i >= j.
 
@@ -211,7 +211,7 @@ def multiply_halves(rows, columns, shifted):
     return tl.where(is_first, first, dot(rows, shifted, None, PRECISION))
 
 
-@triton.jit
+@jit
 def store_pairs_of_halves(out, at, qk):
     """Store P of a chunk; unless P_rest_ptr is None as hi + lo in two tensors."""
     i = tl.arange(0, CHUNK)[:, None]
@@ -227,7 +227,7 @@ def store_pairs_of_halves(out, at, qk):
         tl.store(out.P_rest_ptr + square, low)
 
 
-@triton.jit
+@jit
 def prepare_by_halves(keys, g, beta, at, out, K: tl.constexpr, UNIT: tl.constexpr, NORM: tl.constexpr):
     """Store the rows of a chunk, e^(G_C), norms, P and A_inv. g: from `load_decays`, if it `fits_fp32`."""
     N: tl.constexpr = g.shape[2]

@@ -12,15 +12,15 @@ pairs of this level. Levels 0 to 3 are inside blocks of 16 tokens, one a warp: t
 Level 4 multiplies blocks by the block before, level 5 the halves of the chunk.
 """
 
-import triton
 import triton.language as tl
 
+from gdn.backends.triton.launch import jit
 from gdn.backends.triton.lib import column_mask, dot, load_rows, sigmoid, softplus, split_bf16
 
 LARGEST = tl.constexpr(3.4028234e38)  # of fp32
 
 
-@triton.jit
+@jit
 def gate_rate(A_log_ptr, head):
     """Return e^A_log of a head, finite, so that it times a logit of 0 is 0; 1 without A_log."""
     if A_log_ptr is None:
@@ -29,7 +29,7 @@ def gate_rate(A_log_ptr, head):
         return tl.minimum(tl.exp(tl.load(A_log_ptr + head).to(tl.float32)), LARGEST)
 
 
-@triton.jit
+@jit
 def load_logits(g, dt_bias_ptr, token_range, head, ks, K: tl.constexpr, C: tl.constexpr, UNIT: tl.constexpr):
     """Load g + dt_bias [C, channels] of a chunk in fp32; the bias alone past its end."""
     x = load_rows(g, token_range, head, ks, K, C, UNIT).to(tl.float32)
@@ -39,7 +39,7 @@ def load_logits(g, dt_bias_ptr, token_range, head, ks, K: tl.constexpr, C: tl.co
     return x
 
 
-@triton.jit
+@jit
 def activate_logits(x, rate, lower_bound, BOUNDED: tl.constexpr):
     """Return the log decay g of logits x, in fp32."""
     if BOUNDED:
@@ -48,7 +48,7 @@ def activate_logits(x, rate, lower_bound, BOUNDED: tl.constexpr):
         return -rate * softplus(x)
 
 
-@triton.jit
+@jit
 def logits_bwd(dg, g, x, rate, lower_bound, BOUNDED: tl.constexpr):
     """Return the gradient of logits x, and its terms of dA_log, from dg; g as `activate_logits` returns it.
 
@@ -67,7 +67,7 @@ def logits_bwd(dg, g, x, rate, lower_bound, BOUNDED: tl.constexpr):
         return dx, tl.where(is_zero, 0.0, g * dg)
 
 
-@triton.jit
+@jit
 def channel_decays(
     x, rate, lower_bound, is_token, RAW: tl.constexpr, BOUNDED: tl.constexpr, RESET: tl.constexpr
 ):
@@ -79,32 +79,32 @@ def channel_decays(
     return tl.where(is_token[:, None], x, 0.0)
 
 
-@triton.jit
+@jit
 def in_blocks(x):
     """Return [4, 16, N] from [64, N]: blocks of 16 tokens."""
     return tl.reshape(x, (4, 16, x.shape[1]))
 
 
-@triton.jit
+@jit
 def of_tokens(x):
     """Return [4, 16, 1] from a vector of 64 tokens."""
     return tl.reshape(x, (4, 16, 1))
 
 
-@triton.jit
+@jit
 def is_second(x, LEVEL):
     """Return [1, 16, 1]: True for tokens of a block in the second half of their piece."""
     i = tl.arange(0, 16)[None, :, None]
     return (i >> LEVEL) & 1 == 1
 
 
-@triton.jit
+@jit
 def level_decays(before, after, LEVEL):
     """Return d [4, 16, N] of a level in blocks. before, after: the sums over pieces of 2^LEVEL tokens."""
     return tl.exp(tl.where(is_second(before, LEVEL), before, after))
 
 
-@triton.jit
+@jit
 def double_pieces(before, after, LEVEL):
     """Return the sums over pieces of 2^(LEVEL + 1) tokens from those of 2^LEVEL.
 
@@ -118,7 +118,7 @@ def double_pieces(before, after, LEVEL):
     return tl.where(second, before + half, before), tl.where(second, after, after + half)
 
 
-@triton.jit
+@jit
 def pairs_of_level(LEVEL):
     """Return [1, 16, 16]: True for pairs i > j of a block that belong to a level."""
     i = tl.arange(0, 16)[None, :, None]
@@ -126,7 +126,7 @@ def pairs_of_level(LEVEL):
     return ((i ^ j) >> LEVEL == 1) & (i > j)
 
 
-@triton.jit
+@jit
 def block_totals(g):
     """Return the sums of g [4, 16, N] over a block, over earlier blocks, and over later ones [4, 1, N].
 
@@ -143,31 +143,31 @@ def block_totals(g):
     return total[:, None, :], earlier[:, None, :], later[:, None, :], between[:, None, :]
 
 
-@triton.jit
+@jit
 def is_odd_block():
     """Return [4, 1, 1]: True for blocks in the second half of their 32 tokens."""
     return tl.arange(0, 4)[:, None, None] % 2 == 1
 
 
-@triton.jit
+@jit
 def is_late_block():
     """Return [4, 1, 1]: True for blocks in the second half of the chunk."""
     return tl.arange(0, 4)[:, None, None] >= 2
 
 
-@triton.jit
+@jit
 def halves(x):
     """Return the first and the second 32 tokens [32, N] of x [4, 16, N]."""
     return tl.split(tl.permute(tl.reshape(x, (2, 32, x.shape[2])), (1, 2, 0)))
 
 
-@triton.jit
+@jit
 def join_halves(first, second):
     """Return [4, 16, N] from its first and its second 32 tokens [32, N]."""
     return tl.reshape(tl.permute(tl.join(first, second), (2, 0, 1)), (4, 16, first.shape[1]))
 
 
-@triton.jit
+@jit
 def swap_neighbours(x):
     """Return x [4, 16, N] with blocks 0 and 1, and 2 and 3, exchanged."""
     N: tl.constexpr = x.shape[2]
@@ -175,13 +175,13 @@ def swap_neighbours(x):
     return tl.reshape(tl.permute(tl.join(odd, even), (0, 3, 1, 2)), (4, 16, N))
 
 
-@triton.jit
+@jit
 def multiply_rows(a, b, acc, PRECISION: tl.constexpr):
     """Return acc + a b^T of a, b [4, 16, N]: products of the tokens of each block, one block a warp."""
     return dot(a, tl.permute(b, (0, 2, 1)), acc, PRECISION)
 
 
-@triton.jit
+@jit
 def add_within_block(weights, x, acc, PRECISION: tl.constexpr):
     """Return acc + weights^T x of x [4, 16, N] in fp32, with weights [16, 16] of 0 and 1."""
     weights = tl.broadcast_to(tl.trans(weights)[None, :, :], (4, 16, 16))

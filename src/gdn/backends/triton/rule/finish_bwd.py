@@ -9,11 +9,10 @@ dbeta 24 a value head.
 
 from typing import Any, NamedTuple
 
-import triton
 import triton.language as tl
 
 from gdn.backends.triton.chunks import locate
-from gdn.backends.triton.launch import kernel
+from gdn.backends.triton.launch import jit, kernel
 from gdn.backends.triton.lib import Rows, TokenRange, column_mask, load_rows, load_rstd, sigmoid
 from gdn.backends.triton.rule.gradients import SMALL
 from gdn.backends.triton.rule.pairs import BETA, ROWS
@@ -39,7 +38,7 @@ class KeyHead(NamedTuple):
     ratio: Any
 
 
-@triton.jit
+@jit
 def sum_heads(rows_ptr, at, ks, K: tl.constexpr, C: tl.constexpr):
     """Return the sum [C, channels] of rows [B, T, HV, K] in fp32 over the value heads of a key head."""
     tokens = tl.arange(0, C)
@@ -51,7 +50,7 @@ def sum_heads(rows_ptr, at, ks, K: tl.constexpr, C: tl.constexpr):
     return total
 
 
-@triton.jit
+@jit
 def finish_rows(x, to, at, K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, UNIT: tl.constexpr):
     """Store the gradient of raw rows x from those of the normalised rows of each value head, in fp32."""
     tokens = tl.arange(0, C)

@@ -29,7 +29,7 @@ import triton
 import triton.language as tl
 
 from gdn.backends.triton.chunks import locate
-from gdn.backends.triton.launch import kernel
+from gdn.backends.triton.launch import jit, kernel
 from gdn.backends.triton.lib import (
     Rows,
     TokenRange,
@@ -80,14 +80,14 @@ def keeps_norms(x_ptr):
     return x_ptr.dtype.element_ty == tl.float16
 
 
-@triton.jit
+@jit
 def state_block(S_ptr, tile, ks, vs, K: tl.constexpr, V: tl.constexpr):
     """Load a block [ks, vs] of the state at a chunk."""
     mask = column_mask(ks, K)[:, None] & column_mask(vs, V)[None, :]
     return tl.load(S_ptr + tile * (K * V) + ks[:, None] * V + vs[None, :], mask=mask, other=0.0)
 
 
-@triton.jit
+@jit
 def store_pairs(pairs_ptr, E, F, beta, place, mask, C: tl.constexpr):
     """Store E, beta F [key, query] as one tile: at [a, b] E of key a if a <= b, else F of key b, query a."""
     tokens = tl.arange(0, C)
@@ -97,7 +97,7 @@ def store_pairs(pairs_ptr, E, F, beta, place, mask, C: tl.constexpr):
     tl.store(pairs_ptr + place, pairs, mask=mask)
 
 
-@triton.jit
+@jit
 def from_here_on(x, WIDE: tl.constexpr, C: tl.constexpr):
     """Return sum_{i >= t} x_ji for all t: an MMA with ones takes a third of a cumulative sum's shuffles."""
     if WIDE:
@@ -249,7 +249,7 @@ def pairs_bwd_kernel(
         tl.store(shares + ALONG_K * C, from_k + tl.sum(E + F, 1) + tl.sum(F, 0))
 
 
-@triton.jit
+@jit
 def through_norm(dx, along, x, rstd, D: tl.constexpr):
     """Return the gradient of raw rows x from dx = rstd dn, with dn that of n = x rstd: dx - x rstd^2 <n, dn>.
 

@@ -12,11 +12,10 @@ Bytes of the backward's kernel per token and value head at K = V = 128 in bf16, 
 gates, G, factors 60: 830.
 """
 
-import triton
 import triton.language as tl
 
 from gdn.backends.triton.chunks import locate
-from gdn.backends.triton.launch import kernel
+from gdn.backends.triton.launch import jit, kernel
 from gdn.backends.triton.lib import (
     Rows,
     TokenRange,
@@ -41,7 +40,7 @@ CROSSING, THROUGH, ENTERING, LEAVING, DBETA, ALONG_Q, ALONG_K = (
 ROWS = tl.constexpr(10)
 
 
-@triton.jit
+@jit
 def decays(high, low, k_rstd, C: tl.constexpr):
     """Return e^(G_i - G_j) k_rstd_j for j <= i, else 0 [C, C]."""
     tokens = tl.arange(0, C)
@@ -49,7 +48,7 @@ def decays(high, low, k_rstd, C: tl.constexpr):
     return tl.where(tokens[:, None] >= tokens[None, :], D, 0.0)
 
 
-@triton.jit
+@jit
 def store_factors(factors_ptr, tile, beta, q_scale, k_rstd, sums, C: tl.constexpr):
     """Store the factors of a chunk; END is one scalar per chunk."""
     tokens = tl.arange(0, C)
@@ -64,26 +63,26 @@ def store_factors(factors_ptr, tile, beta, q_scale, k_rstd, sums, C: tl.constexp
     tl.store(factors_ptr + tile * (ROWS * C) + END * C, tl.exp(end_high))
 
 
-@triton.jit
+@jit
 def factor(factors_ptr, tile, row: tl.constexpr, C: tl.constexpr):
     """Return one row of a chunk's factors [C]."""
     return tl.load(factors_ptr + tile * (ROWS * C) + row * C + tl.arange(0, C))
 
 
-@triton.jit
+@jit
 def through(factors_ptr, tile, C: tl.constexpr):
     """Return e^(G_C), the decay of the state over the whole chunk."""
     return tl.load(factors_ptr + tile * (ROWS * C) + END * C)
 
 
-@triton.jit
+@jit
 def channels_through(factors_ptr, tile, ks, K: tl.constexpr, C: tl.constexpr):
     """Return e^(G_C) of key channels, which takes the place of END and of the rows after it."""
     base = factors_ptr + tile * (ROWS * C) + END * C
     return tl.load(base + ks, mask=column_mask(ks, K), other=0.0)
 
 
-@triton.jit
+@jit
 def load_k_out(k, token_range, head, ks, K: tl.constexpr, C: tl.constexpr, UNIT: tl.constexpr):
     """Load the rows k_out [C, channels] of a chunk: each follows its k_in, at `k`, in HBM."""
     return load_rows(Rows(k.ptr + K, k.b, k.t, k.h), token_range, head, ks, K, C, UNIT)

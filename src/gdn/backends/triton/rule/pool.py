@@ -4,10 +4,10 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import triton
 import triton.language as tl
 from torch import Tensor
 
+from gdn.backends.triton.launch import jit
 from gdn.problem import PrefillProblem
 
 UNIT = tl.constexpr(16)  # elements; a constant factor of the strides, so that loads of states are vectorised
@@ -90,7 +90,7 @@ class Slots(NamedTuple):
     lowest: Any
 
 
-@triton.jit
+@jit
 def locate_initial(slots, n, head, HV, SIZE: tl.constexpr):
     """Return the first element of a sequence's initial state of SIZE elements, and if it is read."""
     if slots.index is None:
@@ -103,7 +103,7 @@ def locate_initial(slots, n, head, HV, SIZE: tl.constexpr):
         return (slot * slots.state_n + head * slots.state_h) * UNIT, is_read
 
 
-@triton.jit
+@jit
 def locate_final(slots, n, head, total):
     """Return the first element in the pool of a sequence's final state, and if it is written.
 

@@ -12,11 +12,10 @@ Bytes per token and value head at K = V = 128 in bf16, HV = H: q and k 512, A_in
 40: 810.
 """
 
-import triton
 import triton.language as tl
 
 from gdn.backends.triton.chunks import locate
-from gdn.backends.triton.launch import kernel
+from gdn.backends.triton.launch import jit, kernel
 from gdn.backends.triton.lib import (
     Rows,
     TokenRange,
@@ -32,7 +31,7 @@ from gdn.backends.triton.rule.pairs import decays, store_factors
 from gdn.backends.triton.rule.tril import inverse
 
 
-@triton.jit
+@jit
 def log_decay(g, A_log_ptr, dt_bias_ptr, head, RESET: tl.constexpr):
     """Return max(g, RESET), with g as the caller gave it or -exp(A_log) softplus(g + dt_bias)."""
     g = g.to(tl.float32)
@@ -44,7 +43,7 @@ def log_decay(g, A_log_ptr, dt_bias_ptr, head, RESET: tl.constexpr):
     return tl.where(g < RESET, RESET, g)
 
 
-@triton.jit
+@jit
 def clear_outputs(o_ptr, place, count, head, HV, V: tl.constexpr, C: tl.constexpr):
     """Store zeros for the first `count` tokens of a chunk; they belong to no sequence."""
     tokens = tl.arange(0, C)
@@ -55,7 +54,7 @@ def clear_outputs(o_ptr, place, count, head, HV, V: tl.constexpr, C: tl.constexp
         tl.store(o_ptr + o_place, tl.zeros([C, 16], o_ptr.dtype.element_ty), mask=is_past)
 
 
-@triton.jit
+@jit
 def chunk_sums(g, A_log_ptr, dt_bias_ptr, token_range, head, C: tl.constexpr, RESET: tl.constexpr):
     """Return G of a chunk's tokens in fp64; past the chunk's end that of the last token."""
     tokens = tl.arange(0, C)
@@ -68,7 +67,7 @@ def chunk_sums(g, A_log_ptr, dt_bias_ptr, token_range, head, C: tl.constexpr, RE
         return tl.cumsum(x.to(tl.float64), 0)
 
 
-@triton.jit
+@jit
 def store_inverse(A_inv_ptr, tile, A_inv, C: tl.constexpr):
     """Store A_inv [C, C] of a tile, less 1.
 

@@ -14,11 +14,10 @@ Bytes per token and value head at K = V = 128 in bf16, HV = H, g in fp32: q, k 5
 P 256, beta, e^(G_C) 12: 2060.
 """
 
-import triton
 import triton.language as tl
 
 from gdn.backends.triton.chunks import locate
-from gdn.backends.triton.launch import kernel
+from gdn.backends.triton.launch import jit, kernel
 from gdn.backends.triton.lib import (
     Rows,
     TokenRange,
@@ -63,7 +62,7 @@ from gdn.backends.triton.rule.tril import inverse_of_blocks
 LEVEL_BLOCK = tl.constexpr(16)  # channels that levels take at once: they bound the registers
 
 
-@triton.jit
+@jit
 def add_pairs(q, k, g, within, beside, across, PRECISION: tl.constexpr):
     """Add the products of q, k [4, 16, N] over channels with decays g to the pairs of q, and of k, with k.
 
@@ -102,7 +101,7 @@ def add_pairs(q, k, g, within, beside, across, PRECISION: tl.constexpr):
     return (within_q, within_k), (beside_q, beside_k), (across_q, across_k), before, after
 
 
-@triton.jit
+@jit
 def store_pairs(x_ptr, rest_ptr, tile, within, beside, across, C: tl.constexpr):
     """Store pairs [C, C] of a tile from its parts, zeros above the diagonal; rest_ptr: their low half."""
     n = tl.arange(0, 4)[:, None, None]
@@ -122,7 +121,7 @@ def store_pairs(x_ptr, rest_ptr, tile, within, beside, across, C: tl.constexpr):
     _store_part(x_ptr, rest_ptr, i * C + 32 + j, tl.zeros_like(across))
 
 
-@triton.jit
+@jit
 def _store_part(x_ptr, rest_ptr, place, x):
     """Store a part of the pairs; with rest_ptr as hi + lo in two tensors."""
     if rest_ptr is None:

@@ -15,11 +15,10 @@ Bytes per token and value head at K = V = 128 in bf16, HV = H, g in fp32, strips
 and E and F 256 (eight times from L2), S_in and dS 1024, q, k 512, g and dg 1024, dq and dk 512.
 """
 
-import triton
 import triton.language as tl
 
 from gdn.backends.triton.chunks import locate
-from gdn.backends.triton.launch import kernel
+from gdn.backends.triton.launch import jit, kernel
 from gdn.backends.triton.lib import (
     Rows,
     TokenRange,
@@ -51,7 +50,7 @@ from gdn.backends.triton.rule.gradients import state_block
 from gdn.backends.triton.rule.pairs import BETA, factor
 
 
-@triton.jit
+@jit
 def in_level(LEVEL):
     """Return [16, 16]: at [i, t] True if g of token t is in the decay d_i of a level in blocks."""
     i = tl.arange(0, 16)[:, None]
@@ -60,7 +59,7 @@ def in_level(LEVEL):
     return (i >> LEVEL == t >> LEVEL) & tl.where(second, t <= i, t > i)
 
 
-@triton.jit
+@jit
 def levels_in_blocks(q, k, g, pairs_ptr, beta, C: tl.constexpr, PRECISION: tl.constexpr):
     """Return dq, dk, dg of the pairs within blocks of 16 tokens, and their share of dbeta [4, 16].
 
@@ -100,7 +99,7 @@ def levels_in_blocks(q, k, g, pairs_ptr, beta, C: tl.constexpr, PRECISION: tl.co
     return dq, dk, dg, share, before, after
 
 
-@triton.jit
+@jit
 def level_of_neighbours(q, k, d, pairs_ptr, beta, C: tl.constexpr, PRECISION: tl.constexpr):
     """Return dq, dk, the gradient of log d and the share of dbeta of pairs between neighbouring blocks."""
     n = tl.arange(0, 4)[:, None, None]
@@ -122,7 +121,7 @@ def level_of_neighbours(q, k, d, pairs_ptr, beta, C: tl.constexpr, PRECISION: tl
     return drows * d, dcolumns * d, rows * drows + columns * dcolumns, share
 
 
-@triton.jit
+@jit
 def level_of_halves(q, k, d, pairs_ptr, beta, C: tl.constexpr, PRECISION: tl.constexpr):
     """Return dq, dk, the gradient of log d and the share of dbeta of pairs between halves of the chunk."""
     a = tl.arange(0, 32)[:, None]
@@ -145,7 +144,7 @@ def level_of_halves(q, k, d, pairs_ptr, beta, C: tl.constexpr, PRECISION: tl.con
     return dq, dk, change, share
 
 
-@triton.jit
+@jit
 def totals_bwd(dearlier, dlater, dbetween, dall):
     """Return the gradient of the sums of g over blocks [4, 1, N], the adjoint of `block_totals`.
 
@@ -164,7 +163,7 @@ def totals_bwd(dearlier, dlater, dbetween, dall):
     return (tl.sum(total, 1) + dall[None, :])[:, None, :]
 
 
-@triton.jit
+@jit
 def gate_bwd(
     dg, g, x, rate, lower_bound, RAW: tl.constexpr, BOUNDED: tl.constexpr, RESET: tl.constexpr
 ):  # fmt: skip

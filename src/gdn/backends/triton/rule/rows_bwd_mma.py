@@ -23,11 +23,10 @@ Bytes per token and value head at K = V = 128 in bf16: as `rows_bwd`, but do, dv
 each strip of 32 channels, not of 16.
 """
 
-import triton
 import triton.language as tl
 
 from gdn.backends.triton.chunks import locate
-from gdn.backends.triton.launch import kernel
+from gdn.backends.triton.launch import jit, kernel
 from gdn.backends.triton.lib import (
     Rows,
     TokenRange,
@@ -46,7 +45,7 @@ from gdn.backends.triton.rule.rows_bwd import gate_bwd
 LARGEST_SUM = tl.constexpr(72.0)  # e^72 = 2^104, so that 2^24 are left for gradients times keys
 
 
-@triton.jit
+@jit
 def add_tokens(weights, x, acc=None):
     """Return acc + weights x of x (hi, lo) in bf16, with weights [C, C] of -1, 0 and 1."""
     high, low = x
@@ -54,7 +53,7 @@ def add_tokens(weights, x, acc=None):
     return tl.dot(weights, low, tl.dot(weights, high, acc))
 
 
-@triton.jit
+@jit
 def load_pairs(pairs_ptr, C: tl.constexpr, OF_E: tl.constexpr, TURNED: tl.constexpr, NEAR: tl.constexpr):
     """Return E^T, or F, of a chunk [C, C] or its transpose (TURNED), zeros but for some pairs.
 
@@ -72,7 +71,7 @@ def load_pairs(pairs_ptr, C: tl.constexpr, OF_E: tl.constexpr, TURNED: tl.conste
     return tl.load(pairs_ptr + (b * C + a if TURNED else a * C + b), mask=is_pair, other=0.0)
 
 
-@triton.jit
+@jit
 def pair_gradients(rows, decays, beta, gradients, pairs_ptr, C: tl.constexpr, PRECISION: tl.constexpr):
     """Return dq, dk, dG with the pairs of a chunk added, and the pairs' share of dbeta [C].
 

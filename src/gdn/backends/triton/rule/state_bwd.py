@@ -19,11 +19,10 @@ Bytes per token and value head at K = V = 128 in bf16, HV = H: q, k, do, dr 1024
 1024: 2450. Per key channel, k_out, k_rest and dr_rest 640 more, S_in 512 less.
 """
 
-import triton
 import triton.language as tl
 
 from gdn.backends.triton.chunks import sequence
-from gdn.backends.triton.launch import kernel
+from gdn.backends.triton.launch import jit, kernel
 from gdn.backends.triton.lib import (
     Rows,
     TokenRange,
@@ -53,7 +52,7 @@ from gdn.backends.triton.rule.pairs import (
 )
 
 
-@triton.jit
+@jit
 def load_without_prefetch(place, length):
     """Load a tile of a chunk, which has tokens, when it is used: no load inside an `if` is pipelined."""
     if length > 0:

@@ -5,13 +5,13 @@ inverts the 2b x 2b blocks. No power of A is formed: with identical keys and bet
 diagonal is 2, its powers overflow, and the inverse still has entries of at most 2.
 """
 
-import triton
 import triton.language as tl
 
+from gdn.backends.triton.launch import jit
 from gdn.backends.triton.lib import dot
 
 
-@triton.jit
+@jit
 def inverse(A, PRECISION: tl.constexpr):
     """Return (I + A)^-1 of A [64, 64] in fp32; only entries below the diagonal are read.
 
@@ -22,7 +22,7 @@ def inverse(A, PRECISION: tl.constexpr):
     return inverse_of_blocks(_block(A, 0), _block(A, 1), _corner(A), PRECISION)
 
 
-@triton.jit
+@jit
 def inverse_of_blocks(D, E, F, PRECISION: tl.constexpr):
     """Return (I + A)^-1 [64, 64] from blocks of A, for callers that have them separately.
 
@@ -38,7 +38,7 @@ def inverse_of_blocks(D, E, F, PRECISION: tl.constexpr):
     return _join(X, -Y)
 
 
-@triton.jit
+@jit
 def _diagonal(D, PRECISION: tl.constexpr):
     """Return (I + D)^-1 of blocks D [4, 16, 16], and its transpose.
 
@@ -60,7 +60,7 @@ def _diagonal(D, PRECISION: tl.constexpr):
     return X, X_t
 
 
-@triton.jit
+@jit
 def _block(A, SHIFT: tl.constexpr):
     """Return [4, 16, 16]: blocks (n, n - SHIFT) of A [64, 64]; zero if there is none."""
     n = tl.arange(0, 4)
@@ -68,7 +68,7 @@ def _block(A, SHIFT: tl.constexpr):
     return tl.sum(tl.where(is_block, tl.reshape(A, (4, 16, 4, 16)), 0.0), 2)
 
 
-@triton.jit
+@jit
 def _corner(A):
     """Return [32, 32]: the lower left quarter of A [64, 64]."""
     left, _ = tl.split(tl.permute(tl.reshape(A, (64, 2, 32)), (0, 2, 1)))
@@ -76,7 +76,7 @@ def _corner(A):
     return lower
 
 
-@triton.jit
+@jit
 def _before(X):
     """Return [4, 16, 16]: blocks 0, 0, 2, 2 of X [4, 16, 16]."""
     even, _ = tl.split(tl.permute(tl.reshape(X, (2, 2, 16, 16)), (0, 2, 3, 1)))
@@ -84,7 +84,7 @@ def _before(X):
     return tl.reshape(twice, (4, 16, 16))
 
 
-@triton.jit
+@jit
 def _merge(X, Y):
     """Return [2, 32, 32]: diagonal blocks X [4, 16, 16], and below them the odd blocks of Y [4, 16, 16]."""
     n = tl.arange(0, 2)
@@ -96,7 +96,7 @@ def _merge(X, Y):
     return tl.reshape(tl.where(row == column, X, tl.where(row > column, Y, 0.0)), (2, 32, 32))
 
 
-@triton.jit
+@jit
 def _join(D, Y):
     """Return [64, 64]: diagonal blocks D [2, 32, 32], and below them Y [32, 32]."""
     n = tl.arange(0, 2)
@@ -107,7 +107,7 @@ def _join(D, Y):
     return tl.reshape(tl.where(row == column, D, tl.where(row > column, Y, 0.0)), (64, 64))
 
 
-@triton.jit
+@jit
 def _batched(a, b_t, PRECISION: tl.constexpr, acc=None):
     """Return acc + a b for a, b^T [4, 16, 16]; each warp has a block."""
     b = tl.permute(b_t, (0, 2, 1))
@@ -118,7 +118,7 @@ def _batched(a, b_t, PRECISION: tl.constexpr, acc=None):
     return dot(a, b, acc, PRECISION)
 
 
-@triton.jit
+@jit
 def _product(a, b, PRECISION: tl.constexpr):
     """Return a b for a, b [32, 32]; each warp computes a quarter; Triton would compute each half twice."""
     # quarters as a batch of 4, one per warp: rows and columns are duplicated through shared memory

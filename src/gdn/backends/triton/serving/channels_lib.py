@@ -17,7 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
-from gdn.backends.triton.launch import machine
+from gdn.backends.triton.launch import jit, machine
 from gdn.backends.triton.lib import activate_beta, column_mask, dot
 from gdn.backends.triton.rule.channel_halves import lane_channels
 from gdn.backends.triton.rule.channels import channel_decays, double_pieces, level_decays
@@ -43,7 +43,7 @@ COLUMNS = 32  # value columns of a strip
 FILLED = 2  # programs of all columns per SM from which each head has one
 
 
-@triton.jit
+@jit
 def load_packet(packet, ks, C: tl.constexpr):
     """Load some keys of q and k of a packet [16, ks] in fp32; zeros past its end."""
     tokens = tl.arange(0, ROWS)
@@ -54,7 +54,7 @@ def load_packet(packet, ks, C: tl.constexpr):
     return q.to(tl.float32), k.to(tl.float32)
 
 
-@triton.jit
+@jit
 def channel_pointers(ptr, rows, row_stride, ks, stride):
     """Return pointers to channels `ks` of rows; stride: of channels, None if they are next to each other."""
     if stride is not None:
@@ -62,7 +62,7 @@ def channel_pointers(ptr, rows, row_stride, ks, stride):
     return ptr + (rows.to(tl.int64) * row_stride + ks)
 
 
-@triton.jit
+@jit
 def load_past_keys(history, newest, ks, later, C: tl.constexpr):
     """Load k of PAST places, the newest one first, decayed up to the history's end [PAST, ks] in fp32.
 
@@ -87,7 +87,7 @@ def load_past_keys(history, newest, ks, later, C: tl.constexpr):
     return tl.reshape(k * tl.exp(after), (C.PAST, N)), later + tl.sum(total, 0)
 
 
-@triton.jit
+@jit
 def load_past_u(history, column, newest, has_value, C: tl.constexpr):
     """Load BV columns of u of PAST places, the newest one first [PAST, BV]."""
     old = newest - tl.arange(0, C.PAST)
@@ -97,7 +97,7 @@ def load_past_u(history, column, newest, has_value, C: tl.constexpr):
     return tl.load(place, mask=(old >= 0)[:, None] & has_value, other=0.0)
 
 
-@triton.jit
+@jit
 def load_first_g(history, ks, C: tl.constexpr):
     """Load g of a history's first place, which the sums of `load_past_keys` lack; 0 if there is none."""
     place = ring_places(tl.full([], 0, tl.int32), history)
@@ -105,26 +105,26 @@ def load_first_g(history, ks, C: tl.constexpr):
     return tl.load(g_at, mask=(history.count > 0) & column_mask(ks, C.K), other=0.0).to(tl.float32)
 
 
-@triton.jit
+@jit
 def score_past(X, history, newest, ks, later, C: tl.constexpr):
     """Return the products of rows X [32, BK] with k of PAST places [32, PAST], and the sums of g."""
     k_out, later = load_past_keys(history, newest, ks, later, C)
     return dot(X, tl.trans(k_out), None, C.PRECISION), later
 
 
-@triton.jit
+@jit
 def stack_rows(q, k):
     """Return [32, N] of q, k [16, N]: q above k."""
     return tl.reshape(tl.permute(tl.join(q, k), (2, 0, 1)), (2 * ROWS, q.shape[1]))
 
 
-@triton.jit
+@jit
 def split_rows(x):
     """Return the rows of q and of k [16, N] of x [32, N]."""
     return tl.split(tl.permute(tl.reshape(x, (2, ROWS, x.shape[1])), (1, 2, 0)))
 
 
-@triton.jit
+@jit
 def load_decays(gates, count, ks, C: tl.constexpr):
     """Load g [16, ks] of a packet's tokens, or its logits if RAW; 0 past its end."""
     strides, tokens = gates.strides, tl.arange(0, ROWS)
@@ -141,7 +141,7 @@ def load_decays(gates, count, ks, C: tl.constexpr):
     return channel_decays(x, gates.rate, bound, is_token, C.RAW, bound is not None, C.RESET)
 
 
-@triton.jit
+@jit
 def load_beta(gates, count, C: tl.constexpr):
     """Load beta of a packet's tokens, or its logits if RAW; 0 past its end."""
     strides, tokens = gates.strides, tl.arange(0, ROWS)
@@ -154,7 +154,7 @@ def load_beta(gates, count, C: tl.constexpr):
         return tl.where(tokens < count, activate_beta(x, C.RAW, C.NEGATIVE), 0.0)
 
 
-@triton.jit
+@jit
 def add_packet_pairs(q, k, g, pairs, C: tl.constexpr):
     """Add the products of q, k [16, N] with k over channels with decays g to pairs of q and of k [16, 16].
 
@@ -178,7 +178,7 @@ def add_packet_pairs(q, k, g, pairs, C: tl.constexpr):
     return (q_pairs, k_pairs), tl.reshape(before, g.shape)
 
 
-@triton.jit
+@jit
 def store_past(history, k, g, ks, new, has_k, C: tl.constexpr):
     """Append some keys of a packet's g to the history of a value head, and of its k where has_k."""
     mask = new.is_kept[:, None] & column_mask(ks, C.K)[None, :]
@@ -188,7 +188,7 @@ def store_past(history, k, g, ks, new, has_k, C: tl.constexpr):
     tl.store(k_at, k.to(history.k_ptr.dtype.element_ty), mask=mask & has_k)
 
 
-@triton.jit
+@jit
 def load_strip(state, column, ks, C: tl.constexpr):
     """Load some keys of BV value columns of a state [ks, BV] as they are stored."""
     ptr = column_pointer(state.ptr, column, state.outer * C.STATE_UNIT, C.AXIS == "v")
@@ -197,7 +197,7 @@ def load_strip(state, column, ks, C: tl.constexpr):
     return tl.load(place, mask=in_state, other=0.0)
 
 
-@triton.jit
+@jit
 def add_state(X, S, XS, scales, column, C: tl.constexpr):
     """Return X S + XS for some value columns; scales: of the columns of a pool of integers."""
     if scales.ptr is None:
@@ -212,7 +212,7 @@ def add_state(X, S, XS, scales, column, C: tl.constexpr):
         return dot_state(X, S, None, C.PRECISION) * column_scale[None, :] + XS
 
 
-@triton.jit
+@jit
 def multiply_history(X, history, column, has_value, ks, C: tl.constexpr):
     """Return the products of rows X [32, ks] with a history [32, BV], and the decay [ks] over all of it."""
     XS, later = tl.zeros([2 * ROWS, C.BV], tl.float32), tl.zeros(ks.shape, tl.float32)
@@ -223,7 +223,7 @@ def multiply_history(X, history, column, has_value, ks, C: tl.constexpr):
     return XS, tl.exp(later + load_first_g(history, ks, C))
 
 
-@triton.jit
+@jit
 def run_channel_packet(packet, gates, scale, history, tensors, new, work, C: tl.constexpr):
     """Compute o and u for all columns of a program, and append u, k and g of the packet to the history.
 

@@ -1,9 +1,9 @@
 # mypy: disable-error-code="assignment, var-annotated"
 """Provide the parts of the kernels that read histories: places, cursor, fold of one strip, a single token."""
 
-import triton
 import triton.language as tl
 
+from gdn.backends.triton.launch import jit
 from gdn.backends.triton.lib import column_mask, decay, split_fp64
 from gdn.backends.triton.rule.channels import double_pieces
 from gdn.backends.triton.serving.packet_lib import (
@@ -19,7 +19,7 @@ from gdn.backends.triton.serving.pool_lib import LEVELS, MAGIC, rounding_of
 STEPS = tl.constexpr(15.0)  # of a remainder of 4 bits to one of its int8
 
 
-@triton.jit
+@jit
 def ring_places(old, history):
     """Return the places of a history's tokens `old`, which are counted from its first one."""
     if history.first is None:
@@ -29,7 +29,7 @@ def ring_places(old, history):
         return tl.where(places >= history.places, places - history.places, places)
 
 
-@triton.jit
+@jit
 def load_history_G(history, old):
     """Load G of a history's tokens, split into hi + lo; 0 past its end."""
     places = ring_places(old, history).to(tl.int64)
@@ -38,7 +38,7 @@ def load_history_G(history, old):
     )
 
 
-@triton.jit
+@jit
 def load_history_u(history, u_ptr, start, vs, has_value, C: tl.constexpr):
     """Load u of BP places [BP, vs]; u_ptr points to the strip's first column."""
     old = start + tl.arange(0, C.BP)
@@ -47,14 +47,14 @@ def load_history_u(history, u_ptr, start, vs, has_value, C: tl.constexpr):
     return tl.load(place, mask=(old < history.count)[:, None] & has_value, other=0.0)
 
 
-@triton.jit
+@jit
 def history_length(cursor, accepted, room, places):
     """Return how many places are in use after the accepted tokens are added."""
     start = tl.minimum(tl.maximum(cursor.to(tl.int64), 0), places)
     return tl.minimum(start + tl.minimum(tl.maximum(accepted.to(tl.int64), 0), room), places)
 
 
-@triton.jit
+@jit
 def load_history_k(history, start, end, ks, C: tl.constexpr):
     """Load k of BP places [BP, ks], and return the decay of each up to the end."""
     old = start + tl.arange(0, C.BP)
@@ -69,7 +69,7 @@ def load_history_k(history, start, end, ks, C: tl.constexpr):
     return k, decay(old_high, old_low, end.high, end.low)
 
 
-@triton.jit
+@jit
 def load_past_rows(history, G_k, start, ks, later, C: tl.constexpr):
     """Load BP places of a history: return k, decayed up to its end, in fp32 [BP, ks], and the sums of g.
 
@@ -92,7 +92,7 @@ def load_past_rows(history, G_k, start, ks, later, C: tl.constexpr):
     return k * tl.exp(after), later + tl.sum(g, 0)
 
 
-@triton.jit
+@jit
 def fold_channels(S, history, G_k, column, tile, C: tl.constexpr):
     """Return a tile of a state in fp32 after a history with a decay per key channel; tile: ks, vs, has_value.
 
@@ -117,7 +117,7 @@ def fold_channels(S, history, G_k, column, tile, C: tl.constexpr):
         return S.to(tl.float32) * tl.exp(sums)[:, None] + added
 
 
-@triton.jit
+@jit
 def load_cursor(cursor_ptr, accepted_ptr, room, places):
     """Load the first place of a slot's history, and the places in use with the drafts that are kept."""
     first = tl.minimum(tl.maximum(tl.load(cursor_ptr), 0), places - 1)
@@ -128,7 +128,7 @@ def load_cursor(cursor_ptr, accepted_ptr, room, places):
     return first, tl.minimum(used, places - room)
 
 
-@triton.jit
+@jit
 def store_cursor(cursor_ptr, first, used, programs):
     """Count one more of a row's programs as done; the last one stores the cursor.
 
@@ -143,7 +143,7 @@ def store_cursor(cursor_ptr, first, used, programs):
         tl.store(cursor_ptr + 2, 0)
 
 
-@triton.jit
+@jit
 def fold_strip(state, scales, history, end, column, C: tl.constexpr):
     """Fold a history into some value columns of a state: S <- e^(G_P) S + sum_j e^(G_P - G_j) k_j u_j^T.
 
@@ -180,7 +180,7 @@ def fold_strip(state, scales, history, end, column, C: tl.constexpr):
         tl.store(at, new_scale, mask=has_value)
 
 
-@triton.jit
+@jit
 def fold_tile(state, scales, history, end, column, start, factor, C: tl.constexpr):
     """Return pointers and mask of BK keys of a strip from `start` on, and S there after the fold, in fp32."""
     ks = start + tl.arange(0, C.BK)
@@ -201,7 +201,7 @@ def fold_tile(state, scales, history, end, column, start, factor, C: tl.constexp
     return place, in_state, S
 
 
-@triton.jit
+@jit
 def remainder_pointers(scales, state, column, start, C: tl.constexpr):
     """Return pointers and mask of the bytes of BK keys of a strip: [vs, BK / 2], or [BK / 2, vs]."""
     pairs = start // 2 + tl.arange(0, C.BK // 2)
@@ -217,7 +217,7 @@ def remainder_pointers(scales, state, column, start, C: tl.constexpr):
         return place, has_pair[:, None] & has_value[None, :]
 
 
-@triton.jit
+@jit
 def load_remainder(scales, state, column, start, C: tl.constexpr):
     """Load the remainders of a tile as in `fold_tile`, in fp32."""
     place, is_stored = remainder_pointers(scales, state, column, start, C)
@@ -232,7 +232,7 @@ def load_remainder(scales, state, column, start, C: tl.constexpr):
     return ((low ^ 8) - 8).to(tl.float32)
 
 
-@triton.jit
+@jit
 def store_remainder(n, scales, state, column, start, C: tl.constexpr):
     """Store the remainders of the integers n of a tile, plus MAGIC; return their int8 parts, plus MAGIC."""
     n -= MAGIC
@@ -250,26 +250,26 @@ def store_remainder(n, scales, state, column, start, C: tl.constexpr):
     return high
 
 
-@triton.jit
+@jit
 def half_shifts(C: tl.constexpr):
     """Return the shift of each key's remainder in its byte, as a factor of tiles: 0 or 4."""
     shifts = tl.arange(0, C.BK) % 2 * 4
     return shifts[None, :] if C.AXIS == "k" else shifts[:, None]
 
 
-@triton.jit
+@jit
 def across_keys(x, AXIS: tl.constexpr):
     """Return a value per column as a factor of tiles as in `output_strip_pointers`."""
     return x[:, None] if AXIS == "k" else x[None, :]
 
 
-@triton.jit
+@jit
 def column_scale_pointers(scales, column, vs):
     """Return pointers to the scales of a strip's columns."""
     return scales.ptr + (column + vs).to(tl.int64) * scales.column
 
 
-@triton.jit
+@jit
 def apply_column_scales(XS, scales, column, vs, has_value):
     """Scale the products of rows with states in integers by the scales of columns, by parts."""
     column_scale = tl.load(column_scale_pointers(scales, column, vs)[None, :], mask=has_value, other=0.0)
@@ -282,7 +282,7 @@ def apply_column_scales(XS, scales, column, vs, has_value):
     return outputs
 
 
-@triton.jit
+@jit
 def solve_token(XK, scale, C: tl.constexpr):
     """Return the scores <q, k> and the scales of u by rows, and the scales of rows, as `solve_packet`.
 
@@ -297,7 +297,7 @@ def solve_token(XK, scale, C: tl.constexpr):
     return (tl.where(is_k, 0.0, score), rate), (rate,)
 
 
-@triton.jit
+@jit
 def swap_halves(x):
     """Return x, whose first 8 rows are zero, with its last 8 rows in both halves.
 
@@ -311,7 +311,7 @@ def swap_halves(x):
         return tl.reshape(tl.broadcast_to(half[None, :, :], [2, ROWS // 2, x.shape[1]]), [ROWS, x.shape[1]])
 
 
-@triton.jit
+@jit
 def compute_token(XS, v, beta, W):
     """Return o in q's rows and u in k's rows, as `compute_outputs`, of one token: without an MMA."""
     scores, u_scale = W

@@ -15,15 +15,15 @@ k, so S gains k u^T with the raw k. Where operands of two dtypes meet, the 16-bi
 is rounded to 2^-11 (tf32), and u to 2^-16 as split bf16 (hi + lo); a single bf16 would round to 2^-8.
 """
 
-import triton
 import triton.language as tl
 
+from gdn.backends.triton.launch import jit
 from gdn.backends.triton.lib import activate_beta, column_mask, decay, dot, softplus, split_bf16
 
 ROWS = tl.constexpr(16)  # rows of an MMA on tensor cores
 
 
-@triton.jit
+@jit
 def load_slot(row, N, slots):
     """Return the slot that a row reads, -1 if the row has none, and the entry of its ring."""
     slot = row  # without an index, row n has slot n
@@ -42,7 +42,7 @@ def load_slot(row, N, slots):
     return slot, entry
 
 
-@triton.jit
+@jit
 def row_pointers(
     ptr, rows, columns, row_stride, column_stride, UNIT: tl.constexpr, DENSE: tl.constexpr, NEAR: tl.constexpr
 ):  # fmt: skip
@@ -52,7 +52,7 @@ def row_pointers(
     return ptr + (_offsets(rows, row_stride, UNIT, NEAR)[:, None] + columns[None, :])
 
 
-@triton.jit
+@jit
 def _offsets(places, stride, UNIT: tl.constexpr, NEAR: tl.constexpr):
     if NEAR:
         return places * (stride * UNIT).to(tl.int32)  # 32-bit offsets: half the registers
@@ -60,7 +60,7 @@ def _offsets(places, stride, UNIT: tl.constexpr, NEAR: tl.constexpr):
         return places.to(tl.int64) * stride * UNIT
 
 
-@triton.jit
+@jit
 def strip_mask(vs, left, V: tl.constexpr, STRIPS: tl.constexpr):
     """Return a mask of the strip's columns below `left`; a constant True if V fills whole programs."""
     if (STRIPS * vs.shape[0] + V) % (STRIPS * vs.shape[0]) == 0:
@@ -69,7 +69,7 @@ def strip_mask(vs, left, V: tl.constexpr, STRIPS: tl.constexpr):
         return vs < left
 
 
-@triton.jit
+@jit
 def column_pointer(ptr, column, stride, DENSE: tl.constexpr):
     """Return a pointer to a column, so that the tiles of a strip have constant offsets from it."""
     if DENSE:
@@ -78,7 +78,7 @@ def column_pointer(ptr, column, stride, DENSE: tl.constexpr):
         return ptr + column.to(tl.int64) * stride
 
 
-@triton.jit
+@jit
 def strip_pointers(strip, ks, C: tl.constexpr):
     """Return pointers and mask [ks, vs] of a state with strides in STATE_UNITs, contiguous along AXIS.
 
@@ -93,7 +93,7 @@ def strip_pointers(strip, ks, C: tl.constexpr):
     return strip.ptr + (ks[:, None] + vs[None, :]), mask
 
 
-@triton.jit
+@jit
 def output_strip_pointers(strip, ks, C: tl.constexpr):
     """Return pointers and mask of a tile to write: [vs, ks] if keys are contiguous, else [ks, vs]."""
     if C.AXIS == "k":
@@ -105,7 +105,7 @@ def output_strip_pointers(strip, ks, C: tl.constexpr):
         return strip_pointers(strip, ks, C)
 
 
-@triton.jit
+@jit
 def add_outer_product(S, k, u, AXIS: tl.constexpr, PRECISION: tl.constexpr):
     """Return S + k^T u for a tile as in `output_strip_pointers`; k is [tokens, ks], u [tokens, vs]."""
     if AXIS == "k":
@@ -114,7 +114,7 @@ def add_outer_product(S, k, u, AXIS: tl.constexpr, PRECISION: tl.constexpr):
         return dot_mixed(tl.trans(k), u, S, PRECISION)
 
 
-@triton.jit
+@jit
 def dot_precise(x, y, acc, FP32_PRECISION: tl.constexpr):
     """Return x y + acc of fp32 operands; "bf16" is three MMAs of hi and lo halves, exact to 2^-16."""
     if FP32_PRECISION == "bf16":
@@ -127,7 +127,7 @@ def dot_precise(x, y, acc, FP32_PRECISION: tl.constexpr):
         return dot(x, y, acc, FP32_PRECISION)
 
 
-@triton.jit
+@jit
 def dot_mixed(x, y, acc, PRECISION: tl.constexpr):
     """Return x y + acc. In tf32, fp32 x meets bf16 y as split bf16 (hi + lo); other mixes become fp32."""
     if x.dtype == y.dtype:
@@ -139,7 +139,7 @@ def dot_mixed(x, y, acc, PRECISION: tl.constexpr):
         return dot(x.to(tl.float32), y.to(tl.float32), acc, PRECISION)
 
 
-@triton.jit
+@jit
 def dot_state(x, S, acc, PRECISION: tl.constexpr):
     """Return x S + acc as `dot_mixed`; integers S are exact: int16 as hi + lo of the dtype of x."""
     if S.dtype == tl.int8:
@@ -155,7 +155,7 @@ def dot_state(x, S, acc, PRECISION: tl.constexpr):
         return dot_mixed(x, S, acc, PRECISION)
 
 
-@triton.jit
+@jit
 def load_gates(gates, strides, n, first, head, count, C: tl.constexpr):
     """Return fp64 sums of g from the packet's start, and beta, of a row and head; beta is 0 past its end."""
     tokens = tl.arange(0, C.BT)
@@ -194,7 +194,7 @@ def load_gates(gates, strides, n, first, head, count, C: tl.constexpr):
     return tl.cumsum(g.to(tl.float64), 0), tl.where(is_token, beta, 0.0)
 
 
-@triton.jit
+@jit
 def spread_over_rows(x):
     """Spread one value per token over the rows of a part."""
     BT: tl.constexpr = x.shape[0]
@@ -204,7 +204,7 @@ def spread_over_rows(x):
         return tl.reshape(tl.broadcast_to(x[None, :], [ROWS // BT, BT]), [ROWS])
 
 
-@triton.jit
+@jit
 def tokens_of_rows(part: tl.constexpr, BT: tl.constexpr):
     """Return the token of each row of a part, and which rows hold keys."""
     rows = tl.arange(0, ROWS)
@@ -214,7 +214,7 @@ def tokens_of_rows(part: tl.constexpr, BT: tl.constexpr):
         return rows % BT, rows >= BT
 
 
-@triton.jit
+@jit
 def load_rows(part: tl.constexpr, packet, ks, C: tl.constexpr):
     """Load some keys of a part [16, ks]; zeros past the packet's end."""
     tokens, is_k = tokens_of_rows(part, C.BT)
@@ -234,7 +234,7 @@ def load_rows(part: tl.constexpr, packet, ks, C: tl.constexpr):
         return tl.where(is_k[:, None], k, q)
 
 
-@triton.jit
+@jit
 def load_operands(packet, C: tl.constexpr):
     """Return the first BS keys of all parts, X k^T by parts, and q q^T (X k^T itself if there is one part).
 
@@ -264,7 +264,7 @@ def load_operands(packet, C: tl.constexpr):
         return (last,), (kk,), kk
 
 
-@triton.jit
+@jit
 def solve_packet(XK, QQ, high, low, beta, scale, C: tl.constexpr):
     """Return, by parts, W with its row scales applied, and the scales of rows (scale and inverse norms)."""
     PARTS: tl.constexpr = 2 * C.BT // ROWS
@@ -295,7 +295,7 @@ def solve_packet(XK, QQ, high, low, beta, scale, C: tl.constexpr):
         return (dot_precise(P, A_inv, A_inv, C.FP32_PRECISION) * row_scales[0][:, None],), row_scales
 
 
-@triton.jit
+@jit
 def multiply_state(X, packet, strip, C: tl.constexpr):
     """Return X S by parts, each [16, vs]."""
     PARTS: tl.constexpr = 2 * C.BT // ROWS
@@ -326,7 +326,7 @@ def multiply_state(X, packet, strip, C: tl.constexpr):
         return (last,)
 
 
-@triton.jit
+@jit
 def scale_rows(XS, row_scales, decays):
     """Scale all parts by rows."""
     outputs = ()
@@ -336,7 +336,7 @@ def scale_rows(XS, row_scales, decays):
     return outputs
 
 
-@triton.jit
+@jit
 def compute_outputs(XS, v, beta, W, BT: tl.constexpr, FP32_PRECISION: tl.constexpr):
     """Return by parts o in q's rows and u in k's rows, from v and the scaled products of rows and state."""
     PARTS: tl.constexpr = 2 * BT // ROWS
@@ -350,7 +350,7 @@ def compute_outputs(XS, v, beta, W, BT: tl.constexpr, FP32_PRECISION: tl.constex
         return (dot_precise(W[0], r, tl.where(is_k[:, None], 0.0, XS[0]), FP32_PRECISION),)
 
 
-@triton.jit
+@jit
 def store_outputs(strip, outputs, count, C: tl.constexpr):
     """Store o, which is in q's rows of the first part."""
     tokens, is_k = tokens_of_rows(0, C.BT)
@@ -361,7 +361,7 @@ def store_outputs(strip, outputs, count, C: tl.constexpr):
     tl.store(o_at, outputs[0].to(strip.ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@jit
 def invert_unit_lower(A, LEVELS: tl.constexpr, FP32_PRECISION: tl.constexpr):
     """Return (I + A)^-1 by doubling, as in `tril`, of blocks of 2^LEVELS rows; A is zero beyond them."""
     i = tl.arange(0, ROWS)[:, None]
@@ -377,7 +377,7 @@ def invert_unit_lower(A, LEVELS: tl.constexpr, FP32_PRECISION: tl.constexpr):
     return X
 
 
-@triton.jit
+@jit
 def store_zeros(o_ptr, count, block, o_t, o_v, C: tl.constexpr):
     """Store zeros for all tokens of a row without a slot, in STRIPS strips from `block` on."""
     zeros = tl.zeros([C.BT, C.BV], o_ptr.dtype.element_ty)

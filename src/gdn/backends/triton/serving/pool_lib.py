@@ -6,9 +6,9 @@ by one conversion each. Adding 1.5 * 2^23 rounds to integers, which are the low 
 back would be another instruction of a quarter of the throughput.
 """
 
-import triton
 import triton.language as tl
 
+from gdn.backends.triton.launch import jit
 from gdn.backends.triton.serving.recurrent_lib import LARGEST, tile_pointers
 
 LEVELS = tl.constexpr(32767.0)
@@ -16,7 +16,7 @@ SMALLEST = tl.constexpr(2.0**-100)  # of a column that is not stored as zeros
 MAGIC = tl.constexpr(12582912.0)  # 1.5 * 2^23, where the distance of fp32 numbers is 1
 
 
-@triton.jit
+@jit
 def load_state(pool, tile, slot, entry, UNIT: tl.constexpr, AXIS: tl.constexpr):
     """Load a state tile [A, J, B, W] as it is stored."""
     source = pool.ptr + (slot * pool.slot_stride + entry * pool.entry_stride) * UNIT
@@ -24,13 +24,13 @@ def load_state(pool, tile, slot, entry, UNIT: tl.constexpr, AXIS: tl.constexpr):
     return tl.load(place, mask=tile.in_state, other=0.0)
 
 
-@triton.jit
+@jit
 def load_scales(pool, tile, slot, entry):
     """Load the scales [A, B] of a tile's columns."""
     return tl.load(scale_pointers(pool, tile, slot, entry), mask=tile.has_value, other=0.0)
 
 
-@triton.jit
+@jit
 def scaled_state(S, column_scale):
     """Return the state itself, of a tile and the scales of its columns."""
     if column_scale is None:
@@ -39,7 +39,7 @@ def scaled_state(S, column_scale):
         return S * column_scale[:, None, :, None]
 
 
-@triton.jit
+@jit
 def store_state(S, pool, tile, slot, entry, UNIT: tl.constexpr, AXIS: tl.constexpr):
     """Store a state tile in the pool; for int16, also the scales of its columns."""
     target = pool.ptr + (slot * pool.slot_stride + entry * pool.entry_stride) * UNIT
@@ -53,14 +53,14 @@ def store_state(S, pool, tile, slot, entry, UNIT: tl.constexpr, AXIS: tl.constex
         tl.store(scale_pointers(pool, tile, slot, entry), column_scale, mask=tile.has_value)
 
 
-@triton.jit
+@jit
 def round_columns(S):
     """Return the integers in fp32, and the scales of their columns, that are read after S has been stored."""
     n, column_scale = scale_columns(S)
     return n - MAGIC, column_scale
 
 
-@triton.jit
+@jit
 def scale_columns(S):
     """Return S / scale rounded to integers, plus MAGIC, and the scales [A, B] of a state tile.
 
@@ -72,7 +72,7 @@ def scale_columns(S):
     return tl.fma(S, inverse[:, None, :, None], MAGIC), scale
 
 
-@triton.jit
+@jit
 def rounding_of(largest, LEVELS: tl.constexpr):
     """Return the factor that makes columns integers up to LEVELS, and the scales, of largest elements."""
     # in fp64 the quotient is rounded correctly, with three instructions: a state that was read gets the scale
@@ -83,7 +83,7 @@ def rounding_of(largest, LEVELS: tl.constexpr):
     return inverse, tl.where(is_zero, 0.0, tl.where(largest <= LARGEST, scale, float("nan")))
 
 
-@triton.jit
+@jit
 def scale_pointers(pool, tile, slot, entry):
     """Return pointers [A, B] to the scales of a tile's columns."""
     place = slot * pool.scale_slot + entry * pool.scale_entry

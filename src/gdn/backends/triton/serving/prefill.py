@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from gdn.backends.backend import Saved
-from gdn.backends.triton.launch import Launch, PlanCache, device_guard, kernel, machine, unit_of
+from gdn.backends.triton.launch import Launch, PlanCache, device_guard, jit, kernel, machine, unit_of
 from gdn.backends.triton.rule import run as chunked
 from gdn.backends.triton.rule.describe import to_kernel_layout
 from gdn.backends.triton.rule.pool import StatePool, pool_of
@@ -52,7 +52,7 @@ from gdn.backends.triton.serving.structs import (
 from gdn.problem import CHUNK, PrefillProblem, Problem
 
 
-@triton.jit
+@jit
 def first_chunk(cu_seqlens_ptr, n, C: tl.constexpr, BLOCK: tl.constexpr):
     """Return the number of chunks of all sequences before n."""
     lanes = tl.arange(0, BLOCK)

@@ -13,22 +13,22 @@ axis gets lanes after the contiguous one: the first up to 3.6, then the last. So
 [P, J, R, W]; in the code, [A, J, B, W].
 """
 
-import triton
 import triton.language as tl
 
+from gdn.backends.triton.launch import jit
 from gdn.backends.triton.launch.pdl import ON_GPU
 from gdn.backends.triton.lib import activate_beta, sigmoid, softplus
 
 LARGEST = tl.constexpr(3.4028234663852886e38)  # of fp32
 
 
-@triton.jit
+@jit
 def rounded_product(x, y):
     """Return x y, rounded: written as an fma, it is never fused with a following sum."""
     return tl.fma(x, y, 0.0)
 
 
-@triton.jit
+@jit
 def split_by_four(x):
     """Split [A, J, B, W] into four [A, J, B, W / 4] by position in W mod 4; neighbours share a thread."""
     A: tl.constexpr = x.shape[0]
@@ -41,7 +41,7 @@ def split_by_four(x):
     return x0, x1, x2, x3
 
 
-@triton.jit
+@jit
 def inner_product(x, y):
     """Return <x, y> over K of [A, J, B, W]: four neighbours in order, then pairs as in `sum_keys`."""
     if x.shape[3] < 4:  # fewer than four neighbours in a thread
@@ -53,7 +53,7 @@ def inner_product(x, y):
         return sum_keys(tl.fma(x3, y3, tl.fma(x2, y2, tl.fma(x1, y1, rounded_product(x0, y0)))))
 
 
-@triton.jit
+@jit
 def sum_keys(x):
     """Sum [A, J, B, W] over K: halves of J, then neighbours in W, always two elements at a time.
 
@@ -73,13 +73,13 @@ def sum_keys(x):
     return tl.reshape(x, [A, B])
 
 
-@triton.jit
+@jit
 def divide(x, inverse, s):
     """Return x // n by multiplication: a division is some 30 instructions before the first address."""
     return (x.to(tl.int64) * inverse >> s).to(tl.int32)
 
 
-@triton.jit
+@jit
 def locate_program(HV, HV_magic, HV_s, BLOCKS: tl.constexpr, AHEAD: tl.constexpr = 0):
     """Return row, value head and block of V of this program, or of the one AHEAD program ids later."""
     pid = tl.program_id(0) + AHEAD
@@ -87,7 +87,7 @@ def locate_program(HV, HV_magic, HV_s, BLOCKS: tl.constexpr, AHEAD: tl.constexpr
     return row.to(tl.int64), pid // BLOCKS - row * HV, pid % BLOCKS
 
 
-@triton.jit
+@jit
 def token_range(cu_seqlens_ptr, row, N, T):
     """Return a row's first packed token and count; row N of packed rows has those past the last sequence."""
     if cu_seqlens_ptr is None:
@@ -100,7 +100,7 @@ def token_range(cu_seqlens_ptr, row, N, T):
     return first, count
 
 
-@triton.jit
+@jit
 def tile_indices(
     block, A: tl.constexpr, J: tl.constexpr, B: tl.constexpr, W: tl.constexpr, AXIS: tl.constexpr,
     R_FIRST: tl.constexpr,
@@ -115,7 +115,7 @@ def tile_indices(
     return keys, block * (A * B) + values
 
 
-@triton.jit
+@jit
 def key_offsets(
     keys, stride, A: tl.constexpr, B: tl.constexpr, AXIS: tl.constexpr, R_FIRST: tl.constexpr,
     DENSE: tl.constexpr,
@@ -131,7 +131,7 @@ def key_offsets(
     return keys + once
 
 
-@triton.jit
+@jit
 def tile_pointers(ptr, keys, values, k, v, UNIT: tl.constexpr, AXIS: tl.constexpr):
     """Return pointers [A, J, B, W] to a state with strides k and v, in UNITs; it is contiguous along AXIS."""
     values = values[:, None, :, None]
@@ -142,7 +142,7 @@ def tile_pointers(ptr, keys, values, k, v, UNIT: tl.constexpr, AXIS: tl.constexp
     return ptr + values.to(tl.int64) * (v * UNIT) + keys.to(tl.int64) * (k * UNIT)
 
 
-@triton.jit
+@jit
 def prefetch_columns(ptr, columns, v, COLUMNS: tl.constexpr, LINES: tl.constexpr, UNIT: tl.constexpr):
     """Prefetch V-first columns of a state into L2; they are `v` UNITs apart and LINES * 128 bytes long."""
     lines = tl.arange(0, LINES) * (128 * 8 // ptr.dtype.element_ty.primitive_bitwidth)
@@ -158,7 +158,7 @@ def prefetch_columns(ptr, columns, v, COLUMNS: tl.constexpr, LINES: tl.constexpr
         )
 
 
-@triton.jit
+@jit
 def decay_pointers(g_ptr, place, along, CHANNELS: tl.constexpr):
     """Return the pointer to g at a place, or with CHANNELS the pointers to its keys at the offsets `along`.
 
@@ -171,7 +171,7 @@ def decay_pointers(g_ptr, place, along, CHANNELS: tl.constexpr):
         return g_ptr + place
 
 
-@triton.jit
+@jit
 def load_gate_parameters(gates, strides, head, along, has_key, lower_bound, CHANNELS: tl.constexpr):
     """Return exp(A_log) and dt_bias of a head, or of its keys at the offsets `along`; 1 and 0 if absent."""
     rate, bias = 1.0, 0.0
@@ -189,7 +189,7 @@ def load_gate_parameters(gates, strides, head, along, has_key, lower_bound, CHAN
     return rate, bias
 
 
-@triton.jit
+@jit
 def activate_decay(x, gate):
     """Return the log decay g of raw logits x, of a head or of its keys."""
     x += gate.bias
@@ -199,7 +199,7 @@ def activate_decay(x, gate):
         return gate.lower_bound * sigmoid(gate.rate * x)
 
 
-@triton.jit
+@jit
 def load_token(tokens, t, count, has_key, has_value, UNIT: tl.constexpr, CHANNELS: tl.constexpr = 0):
     """Load token t as the caller gave it: q, k [., J, ., W], v [A, B], g, beta; zeros from `count` on.
 
@@ -223,7 +223,7 @@ def load_token(tokens, t, count, has_key, has_value, UNIT: tl.constexpr, CHANNEL
     return q, k, v, g, beta
 
 
-@triton.jit
+@jit
 def advance_token(S, token, gate, scale, C: tl.constexpr, column_scale=None):
     """Advance S by one token as loaded; return S and o [A, B]. The parameters of the gate are for GATE.
 

@@ -12,7 +12,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import triton
 import triton.language as tl
 
 from gdn.backends.triton.launch import (
@@ -21,6 +20,7 @@ from gdn.backends.triton.launch import (
     PlanCache,
     compile_ahead,
     is_recording,
+    jit,
     kernel,
     machine,
     unit_of,
@@ -93,7 +93,7 @@ from gdn.problem import RESET, HistoryProblem, ReplayProblem
 APPENDS_FROM = {(90, 128, 128): 64 * 32}
 
 
-@triton.jit
+@jit
 def score_history(X, row_scales, packet, history, start, sums, C: tl.constexpr):
     """Return scores of rows and BP places of a history, by parts: <row, k_j> e^(G - G_j), scaled [16, BP]."""
     PARTS: tl.constexpr = 2 * C.BT // ROWS
@@ -125,7 +125,7 @@ def score_history(X, row_scales, packet, history, start, sums, C: tl.constexpr):
         return (last * D * row_scales[0][:, None],)
 
 
-@triton.jit
+@jit
 def add_history(XS, scores, u, PRECISION: tl.constexpr):
     """Add the history's part, scores times u, to the products of rows and state, by parts."""
     outputs = ()
@@ -134,7 +134,7 @@ def add_history(XS, scores, u, PRECISION: tl.constexpr):
     return outputs
 
 
-@triton.jit
+@jit
 def run_strips(solved, packet, history, tensors, new, block, C: tl.constexpr, PASTS: tl.constexpr):
     """Compute o and u for all columns of a program, with PASTS blocks of a history, or all if PASTS is 0."""
     PARTS: tl.constexpr = 2 * C.BT // ROWS

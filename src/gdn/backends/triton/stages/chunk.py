@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from gdn.backends.triton.chunks import locate, sequence
-from gdn.backends.triton.launch import kernel, machine
+from gdn.backends.triton.launch import jit, kernel, machine
 from gdn.backends.triton.lib import (
     Rows,
     TokenRange,
@@ -42,14 +42,14 @@ from gdn.notation import (
 from gdn.problem import CHUNK
 
 
-@triton.jit
+@jit
 def _load_rows(x_ptr, token_range, head, T, heads, columns, D: tl.constexpr, C: tl.constexpr):
     """Load a chunk's rows of a contiguous x [B, T, heads, D]; zeros past its end and past column D."""
     x_t = heads * D
     return load_rows(Rows(x_ptr, T.to(tl.int64) * x_t, x_t, D), token_range, head, columns, D, C, 1)
 
 
-@triton.jit
+@jit
 def _store_rows(x_ptr, x, token_range, head, T, heads, columns, D: tl.constexpr):
     """Store a chunk's rows of a contiguous tensor [B, T, heads, D]; none past the chunk's end or column D."""
     tokens = tl.arange(0, x.shape[0])
@@ -107,7 +107,7 @@ def _tril_kernel(
     _store_rows(A_inv_ptr, A_inv, token_range, head, T, HV, tl.arange(0, C), C)
 
 
-@triton.jit
+@jit
 def _load_blocks(A_ptr, start, SHIFT: tl.constexpr, length, pitch, B: tl.constexpr):
     """Load blocks [n, B, B] at rows start [n, 1, 1], SHIFT columns to the left; 0 on, above the diagonal."""
     rows = start + tl.arange(0, B)[None, :, None]

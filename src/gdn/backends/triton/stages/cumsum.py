@@ -19,7 +19,7 @@ from torch import Tensor
 
 from gdn.backends.triton import sums
 from gdn.backends.triton.chunks import Table, locate
-from gdn.backends.triton.launch import Launch, PlanCache, device_guard, kernel, machine
+from gdn.backends.triton.launch import Launch, PlanCache, device_guard, jit, kernel, machine
 from gdn.backends.triton.layer.gate import decay_rate, load_heads
 from gdn.notation import GSum, HeadParam, Offsets, PerHead
 from gdn.problem import CHUNK, RESET
@@ -27,7 +27,7 @@ from gdn.problem import CHUNK, RESET
 HEADS = 16  # heads of a program: 32 bytes of 16-bit gates per token, one sector of HBM
 
 
-@triton.jit
+@jit
 def _locate_tile(table_ptr, T, HV, chunks_per_row, C: tl.constexpr, BH: tl.constexpr):
     """Return this program's heads, and offsets and mask [C, BH] of its chunk's tokens and heads."""
     strips = tl.cdiv(HV, BH)
