@@ -244,9 +244,9 @@ def check_pool_dtypes(state_dtype: Any, history_dtype: Any) -> None:
         ("state_dtype", state_dtype, (*check.FLOATS, torch.int16, torch.int8)),
         ("history_dtype", history_dtype, check.FLOATS),
     )
-    for name, dtype, allowed in kinds:
-        if dtype not in allowed:
-            raise TypeError(f"{name}: expected one of {', '.join(map(str, allowed))}, got {dtype}")
+    for name, dtype, choices in kinds:
+        if dtype not in choices:
+            raise TypeError(f"{name}: expected one of {', '.join(map(str, choices))}, got {dtype}")
 
 
 def check_use_history(use_history: Any, state: Any) -> None:
