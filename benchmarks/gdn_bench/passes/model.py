@@ -88,14 +88,14 @@ def gradients(model: Any, tokens: Tensor) -> list[Tensor]:
     """Return the gradients of all parameters for the mean loss of the next token."""
     model.zero_grad(set_to_none=True)
     model(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
-    found = [x.grad for x in model.parameters() if x.grad is not None]
+    grads = [x.grad for x in model.parameters() if x.grad is not None]
     model.zero_grad(set_to_none=True)
-    return found
+    return grads
 
 
-def distance(found: list[Tensor], expected: list[Tensor]) -> float:
+def distance(actual: list[Tensor], expected: list[Tensor]) -> float:
     """Return the RMS difference of all gradients over the RMS of the expected ones."""
-    pairs = list(zip(found, expected, strict=True))
+    pairs = list(zip(actual, expected, strict=True))
     far = sum(float((x.double() - y.double()).square().sum()) for x, y in pairs)
     return float((far / sum(float(y.double().square().sum()) for _, y in pairs)) ** 0.5)
 
