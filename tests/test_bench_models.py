@@ -1,5 +1,6 @@
 """The whole layer and whole models: the same weights for everybody, wrong ones refused, who serves what."""
 
+import contextlib
 import copy
 import importlib.util
 import json
@@ -16,14 +17,14 @@ from typer.testing import CliRunner
 
 import gdn
 from gdn.cli.app import build_app
-from gdn_bench.passes import end_to_end, gpu, layer
+from gdn_bench.passes import end_to_end, gpu, layer, model
 from gdn_bench.passes.layer import Held, Shape
 from gdn_bench.problems import catalog
 from gdn_bench.providers import fallback, models
 from gdn_bench.providers.load import load_provider
 from gdn_bench.providers.names import PEERS
 from gdn_bench.results import rows, tables
-from gdn_bench.timing import graph
+from gdn_bench.timing import graph, kernels
 
 CPU = torch.device("cpu")
 SHAPE = Shape(48, (2, 4), 16, 150)
@@ -216,11 +217,14 @@ def test_both_commands_append_rows(tmp_path, monkeypatch):
     monkeypatch.setattr(end_to_end, "ROUNDS", 1)
     monkeypatch.setattr(layer.run, "__defaults__", (replace(SHAPE, tokens=70),))
     monkeypatch.setattr(end_to_end.run, "__defaults__", (SIZE,))
+    monkeypatch.setattr(model, "ROUNDS", 1)
+    monkeypatch.setattr(model.run, "__defaults__", (replace(SIZE, layers=1), 20))
+    monkeypatch.setattr(kernels, "profile", lambda *_: [("aten::mm", 1.0)])
     monkeypatch.setattr(catalog, "PROMPTS", (40,))
     monkeypatch.setattr(catalog, "STEPS", 3)
     out = tmp_path / "rows.jsonl"
     options = ["--device", "cpu", "--out", str(out), "--commit", "abc"]
-    for job, count in (("layer", 4), ("e2e", 2)):
+    for job, count in (("layer", 4), ("e2e", 2), ("model", 2)):
         done = CliRunner().invoke(build_app(), ["bench", job, *options])
         assert done.exit_code == 0 and "transformers" in done.stdout.lower(), done.output
         held = [json.loads(line) for line in out.read_text().splitlines()]
@@ -231,3 +235,43 @@ def test_both_commands_append_rows(tmp_path, monkeypatch):
         assert done.exit_code == 0 and len(out.read_text().splitlines()) == len(held), done.output
     wrong = CliRunner().invoke(build_app(), ["bench", "e2e", *options, "--providers", "flow"])
     assert wrong.exit_code == 2
+
+
+@contextlib.contextmanager
+def reversed_rule():
+    """Run the model file on plain PyTorch, with outputs of the rule in reverse order."""
+    module = importlib.import_module(fallback.FILE)
+    with models.plain():
+        function = module.torch_chunk_gated_delta_rule
+
+        def reverse(*args, **options):
+            o, state = function(*args, **options)
+            return o.flip(1), state
+
+        module.torch_chunk_gated_delta_rule = reverse
+        yield
+
+
+def test_a_training_step_is_judged_timed_and_profiled(session, monkeypatch):
+    """Wrong gradients have no time; a profile counts each kernel once."""
+    monkeypatch.setattr(model, "ROUNDS", 1)
+    served, _ = models.serving(("gdn",))
+    served["wrong"] = reversed_rule
+    small = end_to_end.build(replace(SIZE, layers=1), CPU, torch.bfloat16)
+    right, wrong = model.measured(session, served, small, 20)
+    assert not wrong["ok"] and "ms" not in wrong and wrong["error"] > 0.1
+    assert right["ok"] and right["ms"] > 0 and right["kinds"]["matmuls"] > 0
+    assert sum(right["kinds"].values()) >= sum(right["kernels"].values()) * 0.999
+    table = tables.build_table("model", [{"pass": "model", "case": "x", **row} for row in (right, wrong)])
+    assert len(table.lines) == 2 and all(len(line) == len(table.columns) for line in table.lines)
+
+
+def test_kinds_of_kernels():
+    names = {
+        "gradients_kernel": "rule, backward", "persistent_scan_kernel": "rule, forward",
+        "_conv_bwd_kernel": "convolution", "_norm_kernel": "norms", "chunk_fwd_kernel_o": "rule, forward",
+        "nvjet_sm90_tst_256x128_64x4_1x2_h_bz_coopA_NTT": "matmuls", "add_kernel": "other",
+        "void at::native::vectorized_elementwise_kernel<4": "elementwise",
+    }  # fmt: skip
+    assert {name: kernels.kind_of(name) for name in names} == names
+    assert kernels.by_kind([("x", 1.0), ("y", 2.0), ("_norm_kernel", 3.0)]) == {"norms": 3.0, "other": 3.0}

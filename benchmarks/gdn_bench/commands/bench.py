@@ -38,6 +38,7 @@ HELP = {
     "stages": "Stage by stage and whole, on PTO's shape and GVA set, beside FLA.",
     "layer": "The whole layer, 2048 wide, 16/32 heads, 16,384 tokens: gdn's, FLA's, Transformers'.",
     "e2e": "Tokens per second and time to the first token of a Transformers model: prompts, 128 steps.",
+    "model": "A training step of a Transformers model: time, memory, and GPU time by kind of kernel.",
     "host": "Host time of an eager call, while the GPU is not waited for.",
     "cold": "A new process with empty caches, and the compilations of other problems.",
 }
@@ -48,9 +49,10 @@ DEFAULT = {
     "step": ("gdn",),
     "spec": ("gdn", "flashinfer"),
     "e2e": ("gdn", "fla", "transformers"),
+    "model": ("gdn", "fla", "transformers"),
 }
 # jobs whose problems take long, most of it compiling; what has begun ends within nine minutes
-MINUTES = {"stages": 4, "e2e": 5, "layer": 5}
+MINUTES = {"stages": 4, "e2e": 5, "model": 5, "layer": 5}
 MOST_MINUTES = 8
 EXPLAINED = (
     "ratio: the peer's time over gdn's; limit: share of the speed that copies and MMAs of this run allow; "
@@ -174,12 +176,12 @@ def _measure(session: Any, label: str, file: Path, about: dict[str, Any], json_f
 
 
 def _rows(session: Any, label: str) -> Iterator[dict[str, Any]]:
-    from gdn_bench.passes import end_to_end, gpu, layer, spec, stage_chains, stages, step
+    from gdn_bench.passes import end_to_end, gpu, layer, model, spec, stage_chains, stages, step
     from gdn_bench.providers import models
 
     if label in ("layer", "spec", "step"):
         return {"layer": layer, "spec": spec, "step": step}[label].run(session)
-    if label not in ("stages", "e2e"):
+    if label not in ("stages", "e2e", "model"):
         return gpu.run(session, [label])
     try:
         if label == "stages":
@@ -187,7 +189,7 @@ def _rows(session: Any, label: str) -> Iterator[dict[str, Any]]:
             produced = stages.run(session, chains)
         else:
             served, absent = models.serving(session.names)
-            produced = end_to_end.run(session, served)
+            produced = (end_to_end if label == "e2e" else model).run(session, served)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
     session.absent.update(absent)

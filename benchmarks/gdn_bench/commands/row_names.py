@@ -1,6 +1,6 @@
 """Names of the rows that each benchmark can measure, from which --only chooses."""
 
-from gdn_bench.passes import end_to_end, gpu, layer, step
+from gdn_bench.passes import end_to_end, gpu, layer, model, step
 from gdn_bench.passes.gpu import Session
 from gdn_bench.problems import catalog, packets
 from gdn_bench.problems.workloads import choose_workloads
@@ -25,4 +25,6 @@ def list_rows(session: Session, label: str) -> list[str]:
         ]
     if job == "e2e":
         return list(end_to_end.case_names().values())
+    if job == "model":
+        return [model.case_name()]
     return list(hosttime.CASES) if job == "host" else [gpu.NEW_PROCESS]

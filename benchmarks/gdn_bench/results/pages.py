@@ -27,6 +27,7 @@ ABOUT = {
     "stages": "forward, stage by stage, on PTO's shape and its GVA set; what times include is noted below",
     "layer": "the whole layer, forward and backward",
     "e2e": "a model with random weights in Transformers: prompt + generated tokens",
+    "model": "a training step of a model with random weights in Transformers",
     "ranks": "one long sequence on several GPUs beside one, bf16, K = V = 128",
     "links": "collectives and exchanges of states between GPUs",
     "host": "host time of a call launched from Python",

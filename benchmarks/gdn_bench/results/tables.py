@@ -47,7 +47,8 @@ def build_table(
     measured: its rows with numbers. without: its last rows that have none. of_limit: share of what bytes and
     flop allow. more: further columns of a table of times.
     """
-    makers = {"cold": _cold, "accuracy": _accuracy, "e2e": _end_to_end, "ranks": _ranks, "links": _links}
+    makers = {"cold": _cold, "accuracy": _accuracy, "e2e": _end_to_end, "model": _model}
+    makers |= {"ranks": _ranks, "links": _links}
     make = makers.get(name.partition(":")[0])
     return make(measured) if make else _times(measured, without, of_limit, more or {})
 
@@ -134,6 +135,22 @@ def _accuracy(judged: Sequence[Row]) -> Table:
         for row in judged
     ]
     return Table(["", *outputs, "within limits"], lines)
+
+
+def _model(measured: Sequence[Row]) -> Table:
+    """Return a line for each provider: its step, its memory, and the GPU time of each kind of kernel."""
+    kinds = list(dict.fromkeys(kind for row in measured for kind in row.get("kinds", {})))
+    lines = [
+        [
+            f"{row['case']}, {row['provider']}",
+            format_time(row["ms"]) if "ms" in row else "wrong",
+            f"{row['peak_mb']:.0f}" if "peak_mb" in row else "",
+            *(format_time(row["kinds"][kind]) if kind in row.get("kinds", {}) else "" for kind in kinds),
+            _error(row.get("error", "")),
+        ]
+        for row in measured
+    ]
+    return Table(["", "step", "MB", *kinds, "error"], lines)
 
 
 def _end_to_end(measured: Sequence[Row]) -> Table:
