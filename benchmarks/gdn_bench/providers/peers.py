@@ -295,7 +295,6 @@ def transformers() -> Provider:
 
     def arranged(tensors: Tensors, options: Options) -> list[Tensor]:
         """Return q, k, v and gates as its layer passes them, a key head to each value head."""
-        _require_heads(tensors)
         q, k, v = _required(tensors, "q", "k", "v")
         if options["scale"] is not None:
             raise NotImplementedError("transformers: has no scale but its own")
@@ -308,6 +307,7 @@ def transformers() -> Provider:
             "use_qk_l2norm_in_kernel": options["use_qk_l2norm_in_kernel"],
         }
         offsets, state = tensors.get("cu_seqlens"), tensors.get("initial_state")
+        rule = fallback.chunk_channels() if "g" in tensors and tensors["g"].dim() == 4 else whole
         ends = None if offsets is None else offsets.tolist()
         if ends is not None and (ends[-1] != tensors["q"].shape[1] or min(map(_length, pairwise(ends))) == 0):
             raise NotImplementedError("transformers: has no empty sequences and no tokens past the last")
@@ -316,10 +316,10 @@ def transformers() -> Provider:
             given = arranged(tensors, options)
             first = state.transpose(-1, -2) if state is not None and options["state_v_first"] else state
             if ends is None:
-                o, final = whole(*given, initial_state=first, **flags)
+                o, final = rule(*given, initial_state=first, **flags)
             else:
                 sequences = [
-                    whole(
+                    rule(
                         *(x[:, a:b] for x in given),
                         initial_state=None if first is None else first[[n]],
                         **flags,
@@ -336,6 +336,7 @@ def transformers() -> Provider:
         return Bound(run)
 
     def decode(tensors: Tensors, options: Options) -> Bound:
+        _require_heads(tensors)
         pool, index = tensors["pool"], tensors["read_index"].long()
 
         def run() -> Tensor:
