@@ -3,11 +3,13 @@
 import importlib.util
 import inspect
 import linecache
+import re
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -441,6 +443,17 @@ def test_an_attribute_that_is_set_first_is_kept(functions):
     hooks = [print]
     functions[0][1].pre_run_hooks = hooks
     assert functions[0][1].pre_run_hooks is hooks
+
+
+def test_no_module_uses_the_decorators_of_triton():
+    """They would read the source at the import."""
+    backends = Path(launch.__file__).parents[2]
+    found = [
+        path.name
+        for path in backends.rglob("*.py")
+        if re.search(r"^@(triton|gluon)\.jit", path.read_text(), re.M)
+    ]
+    assert backends.name == "backends" and not found
 
 
 def test_a_function_without_a_file_fails_as_triton_does():
