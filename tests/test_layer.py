@@ -206,6 +206,42 @@ def test_recompute_keeps_less(name):
     assert kept[0] - kept[1] >= less
 
 
+@pytest.mark.parametrize("change", ["functional_call", "written input", "hooks", "random norm"])
+def test_recompute_computes_what_the_forward_did(monkeypatch, change):
+    """The backward sees the forward's parameters, its own layout of q, k and v, and no written tensor."""
+    found, split = [], gdn.ops.conv._convolve_parts
+    # kernels may write the parts as tensors of their own, but not where hooks or a mode see the split
+    monkeypatch.setattr(gdn.ops.conv, "_convolve_parts", lambda *x: tuple(y.contiguous() for y in split(*x)))
+    for recompute in (False, True):
+        torch.manual_seed(0)
+        layer = gdn.GatedDeltaNet(**SIZES, recompute=recompute)
+        hidden = torch.randn(2, 70, SIZES["hidden_size"], requires_grad=True)
+        leaves = {name: x.detach().mul(1.5).requires_grad_() for name, x in layer.named_parameters()}
+        if change == "functional_call":
+            y = torch.func.functional_call(layer, leaves, (hidden,))
+        else:
+            leaves = dict(layer.named_parameters())
+            if change == "written input":
+                layer.out_proj = torch.nn.Sequential(torch.nn.ReLU(inplace=True), layer.out_proj)
+            if change == "random norm":
+                layer.norm = DroppingNorm(layer.norm)
+                leaves.pop("norm.weight")
+            y = layer(hidden)
+        is_hooked = change == "hooks"
+        with torch.autograd.graph.save_on_cpu() if is_hooked else contextlib.nullcontext():
+            found.append(torch.autograd.grad(y.square().sum(), [hidden, *leaves.values()]))
+    assert all(torch.equal(x, y) for x, y in zip(*found, strict=True))
+
+
+class DroppingNorm(torch.nn.Module):
+    def __init__(self, norm):
+        super().__init__()
+        self.norm = norm
+
+    def forward(self, x, z):
+        return torch.nn.functional.dropout(self.norm(x, z))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("cuts", [[70], [50, 20], [1, 69], [2, 1, 67], [64, 1, 5], [66, 1, 1, 1, 1]])
 def test_cache_equals_whole(cuts, dtype):
@@ -356,7 +392,7 @@ def test_precisions():
 
 def test_compile():
     """One graph covers every length, with a mask and gradients; steps with a cache compile too."""
-    layer, D = build(), SIZES["hidden_size"]
+    layer, D = build(recompute=True), SIZES["hidden_size"]
     forward = torch.compile(layer, fullgraph=True, dynamic=True, backend="aot_eager")
     for T in (40, 65):
         hidden, mask = torch.randn(2, T, D), (torch.rand(2, T) > 0.3).long()

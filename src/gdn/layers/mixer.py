@@ -13,7 +13,7 @@ from gdn.layers.cache import GatedDeltaNetCache
 from gdn.layers.conv import ShortConvolution, convolve_and_split
 from gdn.layers.norm import GatedRMSNorm
 from gdn.layers.projections import SharedInput, has_own_forward
-from gdn.layers.recompute import recomputing
+from gdn.layers.recompute import can_recompute, freeze, recomputing
 from gdn.notation import Mask, Offsets
 from gdn.ops.conv import holds_alone
 from gdn.ops.rule import chunk_gated_delta_rule, chunk_on_own_keys, fused_recurrent_gated_delta_rule
@@ -125,9 +125,9 @@ class DeltaRuleMixer(nn.Module):
                 self.conv1d, self._widths, qkv, old, output_final_state=cache is not None, cp_context=context,
                 **lengths,
             )  # fmt: skip
-            if self.recompute and holds_alone(parts[0]):
+            if self.recompute and holds_alone(parts[0]) and can_recompute(*parts):
                 given = qkv.detach(), None if old is None else old.detach()
-                again = partial(convolve_and_split, self.conv1d, self._widths, *given, **lengths)
+                again = partial(convolve_and_split, freeze(self.conv1d), self._widths, *given, **lengths)
                 kept = recomputing(lambda: again()[0], *parts)
         del qkv  # without a graph, the convolution's input is free during the rule
         with kept:
@@ -139,10 +139,12 @@ class DeltaRuleMixer(nn.Module):
         del parts, kept  # and q, k, v are free during the norm and the projections
         z = gating().unflatten(-1, (self.num_v_heads, self.head_v_dim))
         y = self.norm(o, z).flatten(-2)
-        if not self.recompute or not has_own_forward(self.norm):
+        # another norm may have buffers, or draw random numbers
+        is_own = type(self.norm) is GatedRMSNorm and has_own_forward(self.norm)
+        if not (self.recompute and is_own and can_recompute(y)):
             return self.out_proj(y)  # type: ignore[no-any-return]
-        normalise = partial(self.norm, o.detach(), z.detach())
-        with recomputing(lambda: (normalise(),), y):
+        normalise = partial(freeze(self.norm), o.detach(), z.detach())
+        with recomputing(lambda: (normalise().flatten(-2),), y):
             return self.out_proj(y)  # type: ignore[no-any-return]
 
     @property
