@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from kit.ranks import Ranks
+from kit.ranks import Ranks, share_ranks
 from kit.sharded import Sharded, computed, expected, gathered, relative
 from torch import distributed as dist
 
@@ -60,12 +60,8 @@ def pairs() -> Iterator[list[Ranks]]:
 
 @pytest.fixture
 def pair(pairs: list[Ranks]) -> Ranks:
-    """Return two ranks of an NCCL group: new ones after a failure, which may leave one in a collective."""
-    if pairs and not pairs[0].is_sound:
-        pairs.pop().close()
-    if not pairs:
-        pairs.append(Ranks(2, LIMIT, "nccl"))
-    return pairs[0]
+    """Return two ranks of an NCCL group."""
+    return share_ranks(pairs, 2, LIMIT, "nccl")
 
 
 def compare(rank: int, p: Sharded) -> list[str]:
