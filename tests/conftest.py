@@ -158,10 +158,6 @@ def shared_ranks() -> Iterator[list[Any]]:
 @pytest.fixture
 def ranks(shared_ranks: list[Any]) -> Any:
     """Return three ranks of a gloo group for functions that leave the group as it was."""
-    from kit.ranks import Ranks
+    from kit.ranks import share_ranks
 
-    if shared_ranks and not shared_ranks[0].is_sound:
-        shared_ranks.pop().close()
-    if not shared_ranks:
-        shared_ranks.append(Ranks(3))
-    return shared_ranks[0]
+    return share_ranks(shared_ranks, 3)

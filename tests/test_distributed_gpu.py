@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from kit.ranks import Ranks, started
+from kit.ranks import Ranks, share_ranks
 from kit.sharded import Sharded, computed, expected, gathered, relative
 from torch import distributed as dist
 
@@ -50,10 +50,18 @@ CASES = {
 
 
 @pytest.fixture(scope="module")
-def pair() -> Iterator[Ranks]:
-    """Yield two ranks of an NCCL group."""
-    with started(2, LIMIT, "nccl") as ranks:
-        yield ranks
+def pairs() -> Iterator[list[Ranks]]:
+    """Hold the ranks that the tests share, and end them."""
+    started: list[Ranks] = []
+    yield started
+    for ranks in started:
+        ranks.close()
+
+
+@pytest.fixture
+def pair(pairs: list[Ranks]) -> Ranks:
+    """Return two ranks of an NCCL group."""
+    return share_ranks(pairs, 2, LIMIT, "nccl")
 
 
 def compare(rank: int, p: Sharded) -> list[str]:

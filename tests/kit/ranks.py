@@ -96,6 +96,15 @@ class Ranks:
         self.folder.cleanup()
 
 
+def share_ranks(held: list[Ranks], *arguments: Any) -> Ranks:
+    """Return the ranks that tests share: new ones after a failure, which may leave one in a collective."""
+    if held and not held[0].is_sound:
+        held.pop().close()
+    if not held:
+        held.append(Ranks(*arguments))
+    return held[0]
+
+
 def seconds(number: float) -> datetime.timedelta:
     """Return a timeout of a process group."""
     return datetime.timedelta(seconds=number)

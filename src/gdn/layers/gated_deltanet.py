@@ -30,8 +30,9 @@ class GatedDeltaNet(DeltaRuleMixer):
         allow_neg_eigval  True: beta = 2 sigmoid(b)
         norm_eps          eps of the gated norm
         output_gate       "silu" or "sigmoid": the function act
-        recompute         True: keep less for the backward, which computes it again: the same bits
-                          (docs/limits.md)
+        recompute         True: keep neither q, k, v, nor states, nor the input of out_proj for the backward,
+                          which computes them again: the same bits, less memory, more time (docs/limits.md).
+                          Calls with cp_context ignore it
         backend           backend of every operator; None: chosen automatically for each
         device, dtype     device and dtype of the parameters. A_log and dt_bias are created in fp32 (fp64 for
                           fp64) for every dtype, because 16 bits are too few for a log decay. A later

@@ -30,8 +30,9 @@ class KimiDeltaAttention(DeltaRuleMixer):
         gate_rank         rank of in_proj_a and in_proj_z, each two linear maps; None: one linear map each
         lower_bound       the gate's lower bound, a number below 0; None: the gate with softplus
         norm_eps          eps of the gated norm
-        recompute         True: keep less for the backward, which computes it again: the same bits
-                          (docs/limits.md)
+        recompute         True: keep neither q, k, v, nor states, nor the input of out_proj for the backward,
+                          which computes them again: the same bits, less memory, more time (docs/limits.md).
+                          Calls with cp_context ignore it
         backend           backend of every operator; None: chosen automatically for each
         device, dtype     device and dtype of the parameters, A_log and dt_bias as in `GatedDeltaNet`
 

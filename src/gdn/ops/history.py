@@ -95,7 +95,7 @@ class HistoryPool:
         """Return the states of the slots `index` [n] of one layer in a float dtype: [n, HV, K, V].
 
         They are without what the histories hold: call `fold_history` first. A slot below 0 or past the pool
-        reads as zeros.
+        reads as zeros. Raises TypeError, ValueError for wrong tensors.
         """
         return read_slots(states_of(self, state_v_first), index, state_v_first, dtype)
 

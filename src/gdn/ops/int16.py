@@ -57,7 +57,7 @@ class Int16Pool:
     ) -> Tensor:
         """Return the states of the slots `index` [n] of one layer in a float dtype: [n, HV, K, V].
 
-        A slot below 0 or past the pool reads as zeros.
+        A slot below 0 or past the pool reads as zeros. Raises TypeError, ValueError for wrong tensors.
         """
         held = ColumnStates(self.state, self.column_scale, state_v_first)
         return read_slots(held, index, state_v_first, dtype)
