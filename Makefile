@@ -102,7 +102,7 @@ kernels:
 bench:
 	$(DEMO_PYTHON) -m gdn_bench cpu
 
-# parts of under 9 minutes each: prefill train decode step spec stages layer host cold e2e accuracy
+# parts of under 9 minutes each: prefill train decode step spec stages layer model host cold e2e accuracy
 PART ?= prefill
 WHAT = $(if $(filter accuracy,$(PART)),verify --set distributions --append --minutes 5,$(PART))
 bench-gpu:

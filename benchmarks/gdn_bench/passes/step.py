@@ -198,7 +198,7 @@ def _problem(x: Tensors) -> StepProblem:
         **x, **CONVENTIONS, conv_activation="silu", norm_eps=1e-6, norm_activation="silu", scale=None,
         lower_bound=None, allow_neg_eigval=False, conv_index=None, write_index=None, null_slot=None,
         out=torch.empty_like(x["z"]), backend=None, history_u=None, history_k=None, history_G=None,
-        cursor=None, room=None, use_history=None, column_scale=None,
+        cursor=None, room=None, use_history=None, column_scale=None, remainder=None,
     )  # fmt: skip
 
 

@@ -103,7 +103,8 @@ def pool(p: Any, is_ring: bool, dims: dict[str, int], has_history: bool = False)
 def check_states(state: Any, scale: Any, has_history: bool = False) -> None:
     """Check the kind of the states of a pool: floats, or int16 with scales; int8 only with histories."""
     if scale is None:
-        if isinstance(state, Tensor) and state.dtype in POOLS:
+        held = POOLS if has_history else (torch.int16,)
+        if isinstance(state, Tensor) and state.dtype in held:
             kind = str(state.dtype).removeprefix("torch.")
             raise TypeError(
                 f"state: expected {kind} with scales, in {POOLS[state.dtype]}, got a tensor of {kind}"
