@@ -21,7 +21,7 @@ addition. It adds up dg by the same levels, from the whole chunk down to single 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -91,6 +91,7 @@ class Decays(NamedTuple):
 class ChannelChunks(Chunks):
     """Hold a block with a decay per key channel, whose rows hold the decays; H is HV, and r is 1."""
 
+    has_row_factors: ClassVar[bool] = False
     pairs: Pairs
     decays: Decays | None  # None in a forward
 
@@ -154,9 +155,11 @@ def load_channel_chunks(
     C = X.shape[2] // 2
     halves = X.unflatten(2, (2, C))
     g_block = load_heads(p, block, g)[:, :, 0]
-    pairs, decays = (
-        compute_levels(halves, g_block) if for_backward else (compute_products(halves, g_block), None)
-    )
+    decays = None
+    if for_backward:
+        pairs, decays = compute_levels(halves, g_block)
+    else:
+        pairs = compute_products(halves, g_block)
     one = torch.ones((), dtype=X.dtype, device=X.device).expand(X.shape[0], X.shape[1], 1, C, 1)
     return ChannelChunks(
         X=X,
@@ -193,7 +196,11 @@ def compute_products(X: Tensor, g: Tensor) -> Pairs:
         w = 1 << level
         second = rows.unflatten(2, (-1, 2, w))[:, :, :, 1]  # [P, H, n, w, 2, K]
         first = columns.unflatten(2, (-1, 2, w))[:, :, :, 0]  # [P, H, n, w, K]
-        values = bmm(second.flatten(3, 4), first.mT).unflatten(3, (w, 2))
+        if w == 1:
+            # a matrix of two pairs: BLAS takes twice as long as a product and its sum
+            values = (second * first.unsqueeze(4)).sum(-1, keepdim=True)
+        else:
+            values = bmm(second.flatten(3, 4), first.mT).unflatten(3, (w, 2))
         _place_of(products, w).copy_(values.permute(0, 1, 4, 3, 5, 2))
         if level > 0:
             decays = _exp(sums[level], lowest, level < mild_sums, decays[:, :, : sums[level].shape[2]])
