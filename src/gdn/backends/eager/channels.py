@@ -196,11 +196,7 @@ def compute_products(X: Tensor, g: Tensor) -> Pairs:
         w = 1 << level
         second = rows.unflatten(2, (-1, 2, w))[:, :, :, 1]  # [P, H, n, w, 2, K]
         first = columns.unflatten(2, (-1, 2, w))[:, :, :, 0]  # [P, H, n, w, K]
-        if w == 1:
-            # a matrix of two pairs: BLAS takes twice as long as a product and its sum
-            values = (second * first.unsqueeze(4)).sum(-1, keepdim=True)
-        else:
-            values = bmm(second.flatten(3, 4), first.mT).unflatten(3, (w, 2))
+        values = bmm(second.flatten(3, 4), first.mT).unflatten(3, (w, 2))
         _place_of(products, w).copy_(values.permute(0, 1, 4, 3, 5, 2))
         if level > 0:
             decays = _exp(sums[level], lowest, level < mild_sums, decays[:, :, : sums[level].shape[2]])
@@ -208,8 +204,8 @@ def compute_products(X: Tensor, g: Tensor) -> Pairs:
         second.mul_(through_first[:, :, :, None, None])
         first.mul_(through_second[:, :, :, None])
         if level + 1 >= mild_sums:
-            least_row = math.exp(lowest) * scale
-            rows, columns = F.hardshrink(rows, least_row), F.hardshrink(columns, least_row)
+            for x in (second, first):
+                torch.ops.aten.hardshrink.out(x, math.exp(lowest) * scale, out=x)
     if not is_mild:
         products = F.hardshrink(products, least * scale**2).mul_(scale**-2)
         columns.mul_(1 / scale)
