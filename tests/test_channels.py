@@ -483,13 +483,14 @@ def test_only_these_files_ask_for_the_rank():
     assert not asks_for_the_rank("x = g.shape")
 
 
-def subtracted(X, g, *, keep):
+def subtracted(X, g):
     """Return pairs whose decays come from differences of sums, as a textbook has them."""
     G = g.cumsum(2)
     D = (G.unsqueeze(3) - G.unsqueeze(2)).clamp(max=0).exp()
     products = torch.einsum("phxik,phjk,phijk->phxij", X, X[:, :, 1], D).tril()
     products[:, :, 1].diagonal(dim1=-2, dim2=-1).zero_()
-    return channels.Pairs(products, G.exp(), (G[:, :, -1:] - G).exp(), [], is_mild=True)
+    rows_in, rows_out = X * G.exp().unsqueeze(2), X[:, :, 1] * (G[:, :, -1:] - G).exp()
+    return channels.Pairs(products, rows_in, rows_out, G[:, :, -1].exp(), is_mild=True)
 
 
 def test_subtracted_sums_are_seen(monkeypatch):

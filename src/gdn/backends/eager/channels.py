@@ -10,15 +10,18 @@ piece are one matmul:
     (decay from the middle) [q; k]  times  ((decay to the middle) k)^T
 
 Both factors are at most 1, and each exponent is a sum of terms of one sign, so nothing overflows and no
-rounding error is amplified, whatever g is: a reset of one channel, or thousands of nats a token. The sums of
-width 2 w come from those of width w by one addition. The backward adds up dg by the same levels, from the
-whole chunk down to single tokens, and subtracts nothing either.
+rounding error is amplified, whatever g is: a reset of one channel, or thousands of nats a token.
+
+The forward multiplies the rows of a level, in place, by the decays through pieces of w tokens, and so gets
+those of width 2 w: a piece has one exponent per channel, a token none of its own. The backward needs the
+decays of each level by themselves, as e to sums, where those of width 2 w come from those of width w by one
+addition. It adds up dg by the same levels, from the whole chunk down to single tokens, and subtracts nothing.
 """
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -65,28 +68,32 @@ class Level:
         first, second = x.unflatten(-2, (-1, 2, self.w)).unbind(-3)
         return first, second
 
-    def place_of(self, pairs: Tensor) -> Tensor:
-        """Return the pairs of this level [P, H, 2, w, w, n] in pairs [P, H, 2, C, C], as a view."""
-        n = pairs.shape[-1] // (2 * self.w)
-        x = pairs.unflatten(-1, (n, 2, self.w)).unflatten(3, (n, 2, self.w))  # [P, H, 2, n, 2, w, n, 2, w]
-        return x[:, :, :, :, 1, :, :, 0].diagonal(dim1=3, dim2=5)
-
 
 class Pairs(NamedTuple):
-    """Hold the pairs of tokens of a block, and the decays of its rows."""
+    """Hold the pairs of tokens of a block, and its rows with their decays."""
 
     products: Tensor  # [P, H, 2, C, C] of q, and below the diagonal of k, with k, decayed; zero above it
+    rows_in: Tensor  # [P, H, 2, C, K] q and k with the decay from the chunk's start to the token
+    rows_out: Tensor  # [P, H, C, K] k with the decay from the token to the chunk's end
+    chunk_decay: Tensor  # [P, H, K] through the chunk
+    is_mild: bool  # no factor and no product is near the subnormal numbers
+
+
+class Decays(NamedTuple):
+    """Hold what the backward reads of a block besides its pairs."""
+
     decay_in: Tensor  # [P, H, C, K] from the chunk's start to the token
     decay_out: Tensor  # [P, H, C, K] from the token to the chunk's end
-    levels: Sequence[Level]  # of width 1, 2, 4, ..., for a backward
-    is_mild: bool  # no factor and no product is near the subnormal numbers
+    levels: Sequence[Level]  # of width 1, 2, 4, ...
 
 
 @dataclass(frozen=True)
 class ChannelChunks(Chunks):
     """Hold a block with a decay per key channel, whose rows hold the decays; H is HV, and r is 1."""
 
+    has_row_factors: ClassVar[bool] = False
     pairs: Pairs
+    decays: Decays | None  # None in a forward
 
     def scores(self) -> Tensor:
         return self.pairs.products[:, :, :1]
@@ -103,7 +110,8 @@ class ChannelChunks(Chunks):
 
     def scores_bwd(self, v_new: Tensor, Y: Tensor, t: StateGradients) -> tuple[Tensor, Tensor]:
         """Implement `Chunks.scores_bwd`, with dP = do v_new^T and dA = -dr v_new^T below the diagonal."""
-        C = self.C
+        C, decays = self.C, self.decays
+        assert decays is not None
         E = bmm(Y[:, :, 0], v_new[:, :, 0].mT).unflatten(2, (2, C))  # [P, H, 2, C, C]
         Eq, Ek = E.unbind(2)
         # no level holds a pair above the diagonal, and the products of k there are zero
@@ -114,12 +122,12 @@ class ChannelChunks(Chunks):
         before = _along(self.rows_in, t.drows_in)
         before[:, :, -1] += t.d_through[:, :, 0]
         after = self.rows_out * t.drows_out
-        dX = t.drows_in.unflatten(2, (2, C)).mul_(self.pairs.decay_in.unsqueeze(2))
+        dX = t.drows_in.unflatten(2, (2, C)).mul_(decays.decay_in.unsqueeze(2))
         dq, dk = dX.unbind(2)
-        dk.addcmul_(t.drows_out, self.pairs.decay_out)
-        for level in reversed(self.pairs.levels):
+        dk.addcmul_(t.drows_out, decays.decay_out)
+        for level in reversed(decays.levels):
             before, after = _sums_bwd(level, before, after)
-            d = level.place_of(E).permute(0, 1, 5, 2, 3, 4).flatten(3, 4)  # [P, H, n, 2w, w]
+            d = _place_of(E, level.w).permute(0, 1, 5, 2, 3, 4).flatten(3, 4)  # [P, H, n, 2w, w]
             rows = level.rows.flatten(3, 4)
             drows = bmm(d, level.columns).unflatten(3, (2, level.w))
             dcolumns = bmm(d.mT, rows)
@@ -146,28 +154,72 @@ def load_channel_chunks(
     X, rstd = load_rows(p, block)
     C = X.shape[2] // 2
     halves = X.unflatten(2, (2, C))
-    pairs = compute_products(halves, load_heads(p, block, g)[:, :, 0], keep=for_backward)
+    g_block = load_heads(p, block, g)[:, :, 0]
+    decays = None
+    if for_backward:
+        pairs, decays = compute_levels(halves, g_block)
+    else:
+        pairs = compute_products(halves, g_block)
     one = torch.ones((), dtype=X.dtype, device=X.device).expand(X.shape[0], X.shape[1], 1, C, 1)
     return ChannelChunks(
         X=X,
         rstd=rstd,
         v=load_heads(p, block, p.v),
         beta=load_heads(p, block, beta[..., None]),
-        rows_in=(halves * pairs.decay_in.unsqueeze(2)).flatten(2, 3),
-        rows_out=X[:, :, C:] * pairs.decay_out,
+        rows_in=pairs.rows_in.flatten(2, 3),
+        rows_out=pairs.rows_out,
         start_decay=one,
         end_decay=one,
-        # g is zero past a short chunk's end, so the last row is the decay of the whole chunk
-        chunk_decay=pairs.decay_in[:, :, -1, :, None, None],
+        chunk_decay=pairs.chunk_decay[..., None, None],
         pairs=pairs,
+        decays=decays,
     )
 
 
-def compute_products(X: Tensor, g: Tensor, *, keep: bool) -> Pairs:
-    """Return the pairs of X [P, H, 2, C, K], q above k, and g [P, H, C, K]; keep: with the levels."""
+def compute_products(X: Tensor, g: Tensor) -> Pairs:
+    """Return the pairs of X [P, H, 2, C, K], q above k, and g [P, H, C, K], for a forward."""
     lowest, scale, least = RANGES[g.dtype]
-    # a chunk that decays less in every channel has no smaller factor; other devices are not read by the host
-    is_mild = g.device.type == "cpu" and g.numel() > 0 and float(g.sum(2).amin()) >= lowest
+    sums = [g]  # over pieces of 1, 2, 4, ..., C tokens
+    while sums[-1].shape[2] > 1:
+        first, second = sums[-1].unflatten(2, (-1, 2)).unbind(3)
+        sums.append(first + second)
+    mild_sums = _count_mild(sums, lowest)
+    is_mild = mild_sums == len(sums)
+    scale = 1.0 if is_mild else scale
+    decays = _exp(g, lowest, mild_sums > 0, torch.empty_like(g))
+    # q and k of a token side by side: the second half of each piece is one matrix, so BLAS reads it in place
+    rows = torch.empty(*g.shape[:3], 2, g.shape[3], dtype=X.dtype, device=X.device)
+    torch.mul(X.transpose(2, 3), (decays if is_mild else decays * scale).unsqueeze(3), out=rows)
+    columns = X[:, :, 1] * scale
+    products = torch.zeros(*X.shape[:3], X.shape[3], X.shape[3], dtype=X.dtype, device=X.device)
+    for level in range(len(sums) - 1):
+        w = 1 << level
+        second = rows.unflatten(2, (-1, 2, w))[:, :, :, 1]  # [P, H, n, w, 2, K]
+        first = columns.unflatten(2, (-1, 2, w))[:, :, :, 0]  # [P, H, n, w, K]
+        values = bmm(second.flatten(3, 4), first.mT).unflatten(3, (w, 2))
+        _place_of(products, w).copy_(values.permute(0, 1, 4, 3, 5, 2))
+        if level > 0:
+            decays = _exp(sums[level], lowest, level < mild_sums, decays[:, :, : sums[level].shape[2]])
+        through_first, through_second = decays.unflatten(2, (-1, 2)).unbind(3)
+        second.mul_(through_first[:, :, :, None, None])
+        first.mul_(through_second[:, :, :, None])
+        if level + 1 >= mild_sums:
+            for x in (second, first):
+                torch.ops.aten.hardshrink.out(x, math.exp(lowest) * scale, out=x)
+    if not is_mild:
+        products = F.hardshrink(products, least * scale**2).mul_(scale**-2)
+        columns.mul_(1 / scale)
+    _place_own_pairs(products, X)
+    rows_in = torch.mul(rows.transpose(2, 3), 1 / scale, out=torch.empty_like(X))
+    chunk_decay = _exp(sums[-1], lowest, is_mild, sums[-1])[:, :, 0]
+    return Pairs(products, rows_in, columns, chunk_decay, is_mild)
+
+
+def compute_levels(X: Tensor, g: Tensor) -> tuple[Pairs, Decays]:
+    """Return the pairs of X [P, H, 2, C, K], q above k, and g [P, H, C, K], and the decays of each level."""
+    lowest, scale, least = RANGES[g.dtype]
+    # a chunk that decays less in every channel has no smaller factor
+    is_mild = _count_mild([g.sum(2)], lowest) > 0
     scaled, scale = (X, 1.0) if is_mild else (X * scale, scale)
     products = torch.zeros(*X.shape[:3], X.shape[3], X.shape[3], dtype=X.dtype, device=X.device)
     # sums over the tokens of a piece up to this one, and over those after it; pieces of one token first
@@ -182,21 +234,45 @@ def compute_products(X: Tensor, g: Tensor, *, keep: bool) -> Pairs:
         rows = torch.empty(second.shape, dtype=X.dtype, device=X.device)
         torch.mul(second, from_middle.unsqueeze(3), out=rows)
         columns = scaled[:, :, 1].unflatten(2, (-1, 2, w))[:, :, :, 0] * to_middle
-        level = Level(decays, rows, columns, scale)
         # at once, while rows and columns are in the CPU cache
         values = bmm(rows.flatten(3, 4), columns.mT).unflatten(3, (2, w))
         if not is_mild:
             values = F.hardshrink(values, least * scale**2).mul_(scale**-2)
-        level.place_of(products).copy_(values.permute(0, 1, 3, 4, 5, 2))
-        if keep:
-            levels.append(level)
+        _place_of(products, w).copy_(values.permute(0, 1, 3, 4, 5, 2))
+        levels.append(Level(decays, rows, columns, scale))
         whole = befores[..., -1:, :]  # the sum over each half
         afters[:, :, :, 0] += whole[:, :, :, 1]
         befores[:, :, :, 1] += whole[:, :, :, 0]
         w *= 2
-    products[:, :, 0].diagonal(dim1=-2, dim2=-1).copy_((X[:, :, 0] * X[:, :, 1]).sum(-1))
+    _place_own_pairs(products, X)
     decay_in, decay_out = (_exp(x, lowest, is_mild, x) for x in (before, after))
-    return Pairs(products, decay_in, decay_out, levels, is_mild)
+    rows_in, rows_out = X * decay_in.unsqueeze(2), X[:, :, 1] * decay_out
+    # g is zero past a short chunk's end, so the last row is the decay of the whole chunk
+    pairs = Pairs(products, rows_in, rows_out, decay_in[:, :, -1], is_mild)
+    return pairs, Decays(decay_in, decay_out, levels)
+
+
+def _count_mild(sums: Sequence[Tensor], lowest: float) -> int:
+    """Return how many of the sums, each of pieces of the one before, have no value below `lowest`.
+
+    It is 0 where no sum may be read: the host would wait for the queue of a device.
+    """
+    count = len(sums) if sums[0].device.type == "cpu" and sums[0].numel() > 0 else 0
+    while count > 0 and not float(sums[count - 1].amin()) >= lowest:
+        count -= 1
+    return count
+
+
+def _place_of(pairs: Tensor, w: int) -> Tensor:
+    """Return the pairs of the level of width w [P, H, 2, w, w, n] in pairs [P, H, 2, C, C], as a view."""
+    n = pairs.shape[-1] // (2 * w)
+    x = pairs.unflatten(-1, (n, 2, w)).unflatten(3, (n, 2, w))  # [P, H, 2, n, 2, w, n, 2, w]
+    return x[:, :, :, :, 1, :, :, 0].diagonal(dim1=3, dim2=5)
+
+
+def _place_own_pairs(products: Tensor, X: Tensor) -> None:
+    """Write the products of each token's q and k, which do not decay, to the diagonal."""
+    products[:, :, 0].diagonal(dim1=-2, dim2=-1).copy_((X[:, :, 0] * X[:, :, 1]).sum(-1))
 
 
 def _exp(sums: Tensor, lowest: float, is_mild: bool, out: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ rows of its own for each value head: q and k are repeated before, so H is HV and
 """
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -30,6 +31,7 @@ class Chunks:
     start_decay: Tensor  # [P, H, r, C, 1] decay of the rows that enter from the chunk's start
     end_decay: Tensor  # [P, H, r, C, 1] decay of the rows that leave to the chunk's end
     chunk_decay: Tensor  # [P, H, 1 or K, r, 1] decay of S through the chunk
+    has_row_factors: ClassVar[bool] = True  # start_decay and end_decay are not 1
 
     @property
     def C(self) -> int:

@@ -50,7 +50,9 @@ def chunk_forward(problem: Problem, save: bool) -> tuple[Tensor, Tensor | None, 
         A_inv = c.solve()
         XS, v_new = _forward_states(p, block, c, A_inv, S, saved.S_in)
         # e^G q S is the accumulator of the BLAS call for D q k^T v_new: no further pass adds the two
-        o_block = torch.mul(c.start_decay, split_heads_first(XS[:, :, : c.C], p), out=allocate_like(v_new))
+        o_block = split_heads_first(XS[:, :, : c.C], p)
+        if c.has_row_factors:
+            o_block = torch.mul(c.start_decay, o_block, out=allocate_like(v_new))
         baddbmm(o_block, c.scores(), v_new, alpha=p.scale, beta=p.scale)
         block.put(o, view_tokens(o_block, block))
         if saved.A_inv is not None:
@@ -84,7 +86,8 @@ def _forward_states(
     # r = beta v - (beta e^G) k S: factors of the whole block at once, so a step adds one addcmul
     beta_v, kS_factor = torch.mul(c.beta, c.v, out=allocate_like(c.v)), -c.beta * c.start_decay
     XS = torch.empty(*c.rows_in.shape[:3], S.shape[-1], dtype=S.dtype, device=S.device)
-    v_new, decayed_v = allocate_like(c.v), _allocate_columns(c)
+    v_new = allocate_like(c.v)
+    decayed_v = _allocate_columns(c) if c.has_row_factors else v_new[:, :, 0]
     for step in block.steps:
         i = slice(step.start, step.stop)
         S_i = S[step.rows]
@@ -94,7 +97,8 @@ def _forward_states(
         bmm(c.rows_in[i], S_i, out=XS[i])
         kS = split_heads_first(XS[i, :, c.C :], p)
         bmm(A_inv[i], torch.addcmul(beta_v[i], kS_factor[i], kS, out=beta_v[i]), out=v_new[i])
-        torch.mul(c.end_decay[i], v_new[i], out=split_heads_first(decayed_v[i], p))
+        if c.has_row_factors:
+            torch.mul(c.end_decay[i], v_new[i], out=split_heads_first(decayed_v[i], p))
         # in place: the BLAS call accumulates onto the decayed S, without a temporary of its size
         _apply_decay(S_i, c.chunk_decay[i])
         baddbmm(S_i, c.rows_out[i].mT, decayed_v[i])
