@@ -60,6 +60,10 @@ TABLE = (  # the standard problems of prefill
     "16/32 1x8192", "16/32 4x8192", "16/32 8x4096", "16/32 8x1024", "16/32 1x2048", PTO,
 )  # fmt: skip
 TRAIN = ("16/32 1x8192", "16/32 1x32768", "16/32 8x4096")  # the standard problems of train
+# those, few and many heads, and sequences short enough that a state's chain is not the limit
+TRAINING = (
+    *TRAIN, "16/64 4x8192", "16/16 8x4096", "2/8 1x32768", "2/8 8x4096", "4/8 1x8192", "16/32 8x1024", "16/32 64x128",
+)  # fmt: skip
 NAMED = LADDERS | BATCHED | SHORT_PROMPTS
 SETS: dict[str, tuple[str, ...]] = {
     "table": TABLE,
@@ -68,6 +72,7 @@ SETS: dict[str, tuple[str, ...]] = {
     "ladders": tuple(f"{heads} {ladder}" for heads in FAMILY for ladder in LADDERS),
     "batched": tuple(f"16/32 {sequences}" for sequences in ("64x128", *BATCHED)),
     "short": tuple(f"{heads} {sequences}" for sequences in SHORT for heads in ("16/32", "2/8", "16/64")),
+    "training": TRAINING,
     "pto": PTO_GVA,
 }
 SETS["all"] = tuple(dict.fromkeys(name for names in SETS.values() for name in names))

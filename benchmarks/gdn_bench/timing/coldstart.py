@@ -26,7 +26,7 @@ from gdn.testing.tensors import Inputs
 from gdn_bench.problems import jobs, packets
 from gdn_bench.problems.catalog import MIXED, step
 from gdn_bench.problems.packets import Packet
-from gdn_bench.problems.workloads import WORKLOADS, Workload
+from gdn_bench.problems.workloads import WORKLOADS, Workload, choose_workloads
 from gdn_bench.providers.load import load_provider
 from gdn_bench.providers.provider import Provider
 from gdn_bench.timing import hosttime
@@ -170,7 +170,9 @@ def _problems(job: str, names: list[str], device: torch.device) -> Iterator[tupl
     if job == "spec":
         yield from packets.named(names, device)
         return
-    cases = [(job, shortened(workload.case)) for workload in WORKLOADS.get(job, ()) if workload.name in names]
+    # decode's names say rows and dtype; other jobs' are those of the catalog, in the table or not
+    chosen = [x for x in WORKLOADS[job] if x.name in names] if job == "decode" else choose_workloads(job, names)
+    cases = [(job, shortened(workload.case)) for workload in chosen]
     for of, case in hosttime.CASES.values() if job == "host" else cases:
         yield of, jobs.sets(of, jobs.given(case, device), 1)[0]
 
