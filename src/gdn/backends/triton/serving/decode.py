@@ -38,6 +38,7 @@ from gdn.backends.triton.launch.pdl import (
     supports_pdl,
     wait_previous,
 )
+from gdn.backends.triton.lib import column_mask
 from gdn.backends.triton.serving import packet
 from gdn.backends.triton.serving.gates import gate_layout
 from gdn.backends.triton.serving.packet import index_strides, max_row_tokens, supports_packet
@@ -148,16 +149,21 @@ def decode_kernel(
     strides = GateStrides(g_b, g_t, g_h, beta_b, beta_t, beta_h, A_log_h, dt_bias_h)
     if a_ptr is not None:
         g_ptr, beta_ptr = a_ptr, b_ptr
+    # each channel's decay is computed once, in one lane; the lanes of a tile have each key A or B times
+    channels, has_channel, along, bias_along = 0, None, 0, 0
+    if CHANNELS:
+        channels = tl.arange(0, J * W)
+        has_channel = column_mask(channels, K)
+        along = channels if DENSE else channels * g_k
+        bias_along = channels if DENSE else channels * dt_bias_k
     if g_ptr is not None:
-        along = key_offsets(keys, g_k, A, B, AXIS, R_FIRST, DENSE) if CHANNELS else 0
         g_ptr = decay_pointers(g_ptr, row * g_b + first * g_t + head * g_h, along, CHANNELS)
     if beta_ptr is not None:
         beta_ptr += row * beta_b + first * beta_t + head * beta_h
     at = tl.full([], 0, tl.int64)
-    tokens = Tokens(q_at, k_at, v_at, g_ptr, beta_ptr, q_t, k_t, v_t, g_t, beta_t)
+    tokens = Tokens(q_at, k_at, v_at, g_ptr, beta_ptr, q_t, k_t, v_t, g_t, beta_t, has_channel)
     q, k, v, g, beta = load_token(tokens, at, count, has_key, has_value, UNIT, CHANNELS)
-    along = key_offsets(keys, dt_bias_k, A, B, AXIS, R_FIRST, DENSE) if CHANNELS else 0
-    rate, bias = load_gate_parameters(gates, strides, head, along, has_key, lower_bound, CHANNELS)
+    rate, bias = load_gate_parameters(gates, strides, head, bias_along, has_channel, lower_bound, CHANNELS)
     gate = GateParameters(rate, bias, lower_bound)
 
     # row N, the tokens past the last sequence, has no slot: output zero
