@@ -150,10 +150,9 @@ def decode_kernel(
     if a_ptr is not None:
         g_ptr, beta_ptr = a_ptr, b_ptr
     # each channel's decay is computed once, in one lane; the lanes of a tile have each key A or B times
-    channels, has_channel, along, bias_along = 0, None, 0, 0
+    channels, along, bias_along = tl.arange(0, J * W), 0, 0
+    has_channel = column_mask(channels, K)
     if CHANNELS:
-        channels = tl.arange(0, J * W)
-        has_channel = column_mask(channels, K)
         along = channels if DENSE else channels * g_k
         bias_along = channels if DENSE else channels * dt_bias_k
     if g_ptr is not None:
@@ -354,11 +353,9 @@ def plan_launch(p: DecodeProblem, starts: Sequence[int] = (0, 0, 0), num_states:
     if supports_packet(p):
         return packet.plan(p, starts, num_states)
     axis, state_unit, state = pool_strides(p.state, p.K, p.V, p.state_v_first)
-    kept_axis, kept_unit, kept = (
-        ("", 1, (0,) * 5)
-        if p.intermediate is None
-        else pool_strides(p.intermediate, p.K, p.V, p.state_v_first)
-    )
+    kept_axis, kept_unit, kept = "", 1, (0,) * 5
+    if p.intermediate is not None:
+        kept_axis, kept_unit, kept = pool_strides(p.intermediate, p.K, p.V, p.state_v_first)
     # fp32 and 16-bit states have different tiles: the registers of a tile are what counts
     width, gpu = p.state.element_size(), machine(p.q.device)
     num_states = p.N * p.HV if num_states is None else num_states
@@ -396,11 +393,6 @@ def plan_launch(p: DecodeProblem, starts: Sequence[int] = (0, 0, 0), num_states:
     # fifteen programs an SM instead of sixteen: faster in many waves over the SMs, slower where one would do
     is_scaled = p.column_scale is not None and num_states >= RESIDENT * gpu.num_sms
     limit = {"maxnreg": max(REGISTERS[is_single, gates.channels > 0], INT16_REGISTERS if is_scaled else 0)}
-    return Launch(
-        decode_kernel,
-        (p.N + int(is_packed)) * p.HV * part.blocks(p.V),
-        scalars,
-        constants,
-        part.num_warps,
-        options=pdl_options(gpu) | (limit if is_full and width == 2 else {}),
-    )
+    grid = (p.N + int(is_packed)) * p.HV * part.blocks(p.V)
+    options = pdl_options(gpu) | (limit if is_full and width == 2 else {})
+    return Launch(decode_kernel, grid, scalars, constants, part.num_warps, options=options)
