@@ -290,7 +290,7 @@ def test_explain_says_what_an_exchange_costs():
     assert exchange.times["owner"] == want
     local = sum(Work().halves(cost.Form(16, 32), 1 << 17))
     assert exchange.share == pytest.approx(want.total / local) and f"{exchange.share:.1%}" in str(found)
-    assert "exchange owner of 8 ranks: 70, 66 us forward and backward; each receives 5.2, 3.5 MiB" in str(
+    assert "exchange owner of 8 ranks: 92, 83 us forward and backward; each receives 5.2, 3.5 MiB" in str(
         found
     )
     assert "exchange none: no sequence crosses" in str(packed)

@@ -1,4 +1,4 @@
-"""Predict what an exchange costs, and choose one. Plain Python; links are assumed, ONE_CALL is measured.
+"""Predict what an exchange costs, and choose one. Plain Python; links between nodes are assumed.
 
     step        latency of a collective's step: log2 R steps of an all-gather, 1 + log2(R)/2 of an all-to-all
     wire        bytes that a rank receives, over the bandwidth of its link
@@ -30,12 +30,13 @@ class Machine:
 
     host: seconds an exchange for which the GPU waits for the host; none by default, where launches are queued
     behind other work, as in the layers of a model. It holds for one or two collectives: the second is
-    launched while the first waits for the other ranks. Links are assumptions about 8 GPUs a node on NVLink
-    and InfiniBand between nodes. memory: bytes/s that a copy reads and writes in HBM, measured on an H200.
+    launched while the first waits for the other ranks. The link within a node is that of two H100s on NVLink,
+    fitted to collectives of 4 KiB to 64 MiB; 8 GPUs a node and InfiniBand between nodes are assumptions.
+    memory: bytes/s that a copy reads and writes in HBM, measured on an H200.
     """
 
-    latency: float = 8e-6
-    bandwidth: float = 450e9
+    latency: float = 9.5e-6  # docs/lab/2026-11-27-two-gpus-ring-and-links.md
+    bandwidth: float = 204e9
     node: int = 8
     latency_between: float = 15e-6
     bandwidth_between: float = 50e9
