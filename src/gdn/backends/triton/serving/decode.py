@@ -353,7 +353,7 @@ def plan_launch(p: DecodeProblem, starts: Sequence[int] = (0, 0, 0), num_states:
     if supports_packet(p):
         return packet.plan(p, starts, num_states)
     axis, state_unit, state = pool_strides(p.state, p.K, p.V, p.state_v_first)
-    kept_axis, kept_unit, kept = "", 1, (0,) * 5
+    kept_axis, kept_unit, kept = "", 1, tuple([0] * 5)
     if p.intermediate is not None:
         kept_axis, kept_unit, kept = pool_strides(p.intermediate, p.K, p.V, p.state_v_first)
     # fp32 and 16-bit states have different tiles: the registers of a tile are what counts
