@@ -168,7 +168,7 @@ def test_types_of_one_name_are_alike(triton_device):
     for block, again in zip(blocks[:10], blocks[10:], strict=True):
         assert block == again and block.scalar == again.scalar and block.numel == 32
     for number, block in enumerate(blocks[:10]):
-        assert [s for s in block.shape] == ([4, 8], [8, 4])[number % 2] and block.scalar == kinds[number // 2]
+        assert list(block.shape) == ([4, 8], [8, 4])[number % 2] and block.scalar == kinds[number // 2]
         tile = tl.core.tensor(number, block)
         assert tile.handle == number and tile.type is block and tile.dtype == block.scalar
         assert [s.value for s in tile.shape] == list(block.shape)

@@ -1,10 +1,9 @@
 """Spare Triton's interpreter the types that it constructs anew for every value. Call `install()` once.
 
-The interpreter runs the frontend of the compiler for every operation of every program: an addition of integers
-constructs some twenty types, their names and the tuples of their shapes, and a dozen more values to look for an
-overflow, whose result it then drops (it asserts in debug mode only). That took more than half of the time of an
-interpreted kernel. Types of one name are alike, so that their attributes are computed once. The overflow is
-looked for in numpy, and fails.
+The interpreter runs the frontend of the compiler for every operation of every program. An addition of
+integers constructs some twenty types, their names and the tuples of their shapes, and a dozen more values to
+look for an overflow. It then drops that result, since it asserts in debug mode only. Here the attributes of a
+type are computed once for each name. numpy looks for the overflow, and an overflow fails.
 """
 
 from collections.abc import Callable
@@ -70,9 +69,9 @@ def broadcast_unless_alike(broadcast: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def find_overflow(self: Any, lhs: Any, rhs: Any, binary_op: Callable[..., Any]) -> None:
-    """Fail if +, - or * of two integers of fewer than 64 bits leaves the range of their type."""
+    """Fail if +, - or * of signed integers of fewer than 64 bits leaves their range; unsigned ones wrap."""
     dtype = lhs.type.scalar
-    if dtype.int_bitwidth >= 64:
+    if dtype.int_bitwidth >= 64 or dtype.is_int_unsigned():
         return
     operation = {"add": np.add, "sub": np.subtract, "mul": np.multiply}[binary_op.__name__]
     wide = operation(lhs.handle.data.astype(np.int64), rhs.handle.data.astype(np.int64))
@@ -84,7 +83,7 @@ def install() -> None:
     """Patch the types and the overflow check in place."""
     core = tl.core
     core.block_type.__init__ = compute_once(core.block_type.__init__, _of_block, "element_ty")
-    core.tensor.__init__ = compute_once(core.tensor.__init__, lambda handle, type: type.name, "handle", "type")
+    core.tensor.__init__ = compute_once(core.tensor.__init__, lambda _, type: type.name, "handle", "type")
     core.dtype.__eq__ = compare_identity_first(core.dtype.__eq__)
     core.pointer_type.__eq__ = compare_identity_first(core.pointer_type.__eq__)
     interpreter._get_np_dtype = compute_once_per_name(interpreter._get_np_dtype)
