@@ -141,14 +141,23 @@ SEEDS = range(int(os.environ.get("GDN_TEST_SEEDS", "4")))
 PROBLEMS = range(int(os.environ.get("GDN_TEST_PROBLEMS", "8")))
 
 
+def shorten(lengths):
+    """Return lengths with an eighth of each sequence's tokens, rounded up."""
+    if lengths.ends is None:
+        return lengths._replace(T=-(-lengths.T // 8))
+    parts = [-(-(end - begin) // 8) for begin, end in itertools.pairwise(lengths.ends)]
+    return packed(*parts, tail=-(-(lengths.T - lengths.ends[-1]) // 8))
+
+
 @pytest.mark.interpret
 @simulated
 def test_the_reference_in_one_launch():
-    """Compare the recurrence in one launch with the reference recurrence."""
+    """Compare the recurrence in one launch with the reference recurrence, over an eighth of the tokens."""
     source = random.Random(0)
     for _ in range(4):
         case, _ = draw_problem(source, draw_kind(source))
-        reference_in_one_launch(inputs(case, torch.bfloat16), 0)
+        short = replace(case, lengths=shorten(case.lengths))
+        reference_in_one_launch(inputs(short, torch.bfloat16), 0)
 
 
 @pytest.mark.gpu

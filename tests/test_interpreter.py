@@ -4,6 +4,9 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from triton.runtime.errors import InterpreterError
+
+from gdn.backends.triton.launch import INTERPRETED
 
 N = 64
 pytestmark = pytest.mark.interpret
@@ -132,3 +135,41 @@ def test_products_and_reductions(triton_device, dtype):
     assert torch.equal(o, 2 * (a.float() @ b.float()))
     assert torch.equal(sums[0], a.amax(1)) and torch.equal(sums[1], a.float().sum(0).to(dtype))
     assert torch.equal(sums[2].float(), a[0].float().cumsum(0))
+
+
+@triton.jit
+def _square(x_ptr, o_ptr, N: tl.constexpr):
+    i = tl.arange(0, N)
+    x = tl.load(x_ptr + i)
+    tl.store(o_ptr + i, x * x - 1 + x)
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="a GPU looks for no overflow")
+@pytest.mark.parametrize("dtype", [torch.int16, torch.int32, torch.int64], ids=str)
+def test_integers_that_overflow_are_refused(triton_device, dtype):
+    """Fail at the first number whose square does not fit; 64 bits are not checked."""
+    half = torch.iinfo(dtype).bits // 2
+    x = torch.tensor([2 ** (half - 1), -3], dtype=dtype, device=triton_device)
+    o = torch.empty_like(x)
+    _square[(1,)](x, o, 2)
+    assert torch.equal(o, x * x - 1 + x)
+    x[1] = 2**half
+    if dtype == torch.int64:
+        _square[(1,)](x, o, 2)
+        return
+    with pytest.raises(InterpreterError, match="overflow detected for operation mul"):
+        _square[(1,)](x, o, 2)
+
+
+def test_types_of_one_name_are_alike(triton_device):
+    """Construct each type twice: what the second one takes from the first is its own."""
+    kinds = (tl.float32, tl.bfloat16, tl.int1, tl.pointer_type(tl.float32), tl.pointer_type(tl.bfloat16))
+    blocks = [tl.block_type(kind, shape) for _ in range(2) for kind in kinds for shape in ([4, 8], [8, 4])]
+    for block, again in zip(blocks[:10], blocks[10:], strict=True):
+        assert block == again and block.scalar == again.scalar and block.numel == 32
+    for number, block in enumerate(blocks[:10]):
+        assert list(block.shape) == ([4, 8], [8, 4])[number % 2] and block.scalar == kinds[number // 2]
+        tile = tl.core.tensor(number, block)
+        assert tile.handle == number and tile.type is block and tile.dtype == block.scalar
+        assert [s.value for s in tile.shape] == list(block.shape)
+    assert len({str(block) for block in blocks}) == 10

@@ -12,6 +12,7 @@ are never specialised.
 import argparse
 import dataclasses
 import faulthandler
+import gc
 import hashlib
 import json
 import os
@@ -196,6 +197,8 @@ def _in_child(job: Job, log: Path) -> Report:
     """Compile with all output redirected to a file, and read the file."""
     with log.open("w") as file, tempfile.TemporaryDirectory() as folder:
         faulthandler.disable()
+        # a garbage collection would read, and so copy, all objects of the parent
+        gc.disable()
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
         sys.stdout = sys.stderr = file

@@ -14,6 +14,8 @@ import numpy as np
 import triton.language as tl
 from triton.runtime import interpreter
 
+from kit import interpreter_types
+
 Handle = interpreter.TensorHandle
 Builder = interpreter.InterpreterBuilder
 # operations in which numpy computes with the numbers of an operand; all others move bits
@@ -193,3 +195,4 @@ def install():
     scope.apply = reduce_in_fp32(scope.apply)
     interpreter._patch_lang_tensor = index_scalars(interpreter._patch_lang_tensor)
     interpreter._patch_lang = patch_once_per_launch(interpreter._patch_lang)
+    interpreter_types.install()
