@@ -107,13 +107,13 @@ class Patch:
 def patch_transformers(*, infer_packing: bool = False, graphs: bool = False) -> Patch:
     """Run the gated delta rule and the short convolution of Transformers models on gdn, on any device.
 
-    It replaces the functions in qwen3_next, qwen3_5, qwen3_5_moe, qwen4_exp, olmo_hybrid, in kimi_linear,
-    glm5_next and bailing_hybrid, which have a decay per key channel, and in every other model file, imported
-    before or later, that has torch_chunk_gated_delta_rule and torch_recurrent_gated_delta_rule, or
-    chunk_kimi_delta_attention and recurrent_kimi_delta_attention; existing models run on gdn, too.
+    On a GPU also the gated RMS norm of their layers, outside of compiled graphs. It replaces the functions in
+    qwen3_next, qwen3_5, qwen3_5_moe, qwen4_exp, olmo_hybrid, in kimi_linear, glm5_next and bailing_hybrid,
+    which have a decay per key channel, and in every other model file, imported before or later, that has
+    torch_chunk_gated_delta_rule and torch_recurrent_gated_delta_rule, or chunk_kimi_delta_attention and
+    recurrent_kimi_delta_attention; existing models run on gdn, too.
     torch.export, meta tensors and calls that gdn rejects use the originals, with a RuntimeWarning; packed
-    sequences that gdn rejects are an error,
-    because the originals would mix the documents.
+    sequences that gdn rejects are an error, because the originals would mix the documents.
 
     Args:
         infer_packing    bool    True: where a batch of one row has restarting position_ids and neither

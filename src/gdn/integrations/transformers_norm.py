@@ -40,7 +40,7 @@ def activations_of(cls: type) -> frozenset[str]:
     return frozenset(name for name in ACTIVATIONS if _has_formula(cls, name))
 
 
-def with_norm(cls: type, activations: frozenset[str], active: Sized) -> Callable[..., Tensor]:
+def with_norm(cls: Any, activations: frozenset[str], active: Sized) -> Callable[..., Tensor]:
     """Return a forward of a norm that runs gdn for these activations while `active` holds a patch."""
     forward: Callable[..., Tensor] = vars(cls)["forward"]
 
