@@ -290,7 +290,7 @@ def test_explain_says_what_an_exchange_costs():
     assert exchange.times["owner"] == want
     local = sum(Work().halves(cost.Form(16, 32), 1 << 17))
     assert exchange.share == pytest.approx(want.total / local) and f"{exchange.share:.1%}" in str(found)
-    assert "exchange owner of 8 ranks: 70, 66 us forward and backward; each receives 5.2, 3.5 MiB" in str(
+    assert "exchange owner of 8 ranks: 92, 83 us forward and backward; each receives 5.2, 3.5 MiB" in str(
         found
     )
     assert "exchange none: no sequence crosses" in str(packed)
@@ -355,3 +355,51 @@ def test_one_rank_of_many_sends_what_the_table_of_costs_says(name, R):
         assert forward.sent == [("all_to_all_single", P), ("all_to_all_single", s)]
         assert backward.sent == [("all_to_all_single", s), ("all_to_all_single", s)]
     assert o.shape == (1, T, HV, V) and q.grad is not None
+
+
+class Copies(Wire):
+    """Record as well the bytes that copies write beside the collectives, and where these are waited for."""
+
+    copied, order = 0, ""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = super().__torch_dispatch__(func, types, args, kwargs)
+        name = func.name().split("::")[1].split(".")[0]
+        self.order += {"all_to_all_single": "s", "wait_tensor": "w"}.get(name, "")
+        if name in ("cat", "clone", "copy_", "index", "_to_copy"):
+            self.copied += out.numel() * out.element_size()
+        return out
+
+
+@pytest.mark.parametrize(
+    ("B", "order", "num_passes"), [(1, "contiguous", 1), (1, "headtail", 2), (2, "contiguous", 2)]
+)
+def test_heads_packs_and_unpacks_each_tensor_once(B, order, num_passes):
+    """Count the copies of one of four ranks: one pass over each tensor that is sent, or two.
+
+    The cost model counts the same passes.
+    """
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    R, H, HV, K, V, T = 4, 8, 16, 4, 6, 10
+    dist.init_process_group("fake", rank=2, world_size=R, store=FakeStore())
+    try:
+        context = gdn.ContextParallel(
+            dist.group.WORLD, exchange="heads", check="never", order=order, num_tokens=R * T
+        )
+        x = [torch.randn(B, T, *size, requires_grad=True) for size in ((H, K), (H, K), (HV, V), (HV,), (HV,))]
+        with Copies() as forward:
+            o, _ = gdn.chunk_gated_delta_rule(*x, cp_context=context)
+        with Copies() as backward:
+            o.backward(torch.randn(o.shape))
+    finally:
+        dist.destroy_process_group()
+    form = cost.Form(H, HV, K, V, num_tokens=B * R * T, width=4)
+    # q, k, v, g, beta there and o back, or their gradients: one is packed while another is on its way
+    assert (forward.order, backward.order) == (5 * "s" + 5 * "w" + "sw", "sw" + 5 * "s" + 5 * "w")
+    for counted in (forward, backward):
+        sent = sum(size for _, size in counted.sent)
+        assert sent == form.token * B * T
+        assert counted.copied == num_passes * sent
+    # read and written
+    assert 2 * num_passes * sent == cost.heads_copied(form, R, num_passes)

@@ -199,8 +199,9 @@ def test_folds_give_the_states_of_the_reference_recurrence(num_runs):
         torch.testing.assert_close(got[j], want, rtol=1e-11, atol=1e-11)
 
 
-# microseconds of a layer with 16 key and 32 value heads, forward and backward, received MiB of `heads`; two
-# ranks send N without M
+# microseconds of a layer with 16 key and 32 value heads, forward and backward, received MiB of `heads`, on
+# links of the rates that vendors name; two ranks send N without M
+NAMED_LINKS = cost.Machine(latency=8e-6, bandwidth=450e9)
 MICROSECONDS = {
     2: {"gather": (15, 15), "owner": (31, 31), "scan": (18, 18), "relay": (15, 15)},
     4: {"gather": (51, 37), "owner": (50, 46), "scan": (45, 45), "relay": (45, 45)},
@@ -211,8 +212,8 @@ MICROSECONDS = {
           "nodes": (263, 254)},
 }  # fmt: skip
 HEADS = {
-    (2**17, 2): (1824, 776), (2**17, 4): (1372, 582), (2**17, 8): (807, 340), (2**20, 2): (14482, 6208),
-    (2**20, 4): (10865, 4656), (2**20, 8): (6345, 2716),
+    (2**17, 2): (2590, 776), (2**17, 4): (1755, 582), (2**17, 8): (999, 340), (2**20, 2): (20608, 6208),
+    (2**20, 4): (13929, 4656), (2**20, 8): (7876, 2716),
 }  # fmt: skip
 
 
@@ -225,7 +226,7 @@ def near(x, want):
 def test_costs_are_those_of_the_table(num_ranks):
     form = cost.Form(16, 32)
     for name, want in MICROSECONDS[num_ranks].items():
-        got = cost.exchange_times(form, num_ranks, name, cost.Machine())
+        got = cost.exchange_times(form, num_ranks, name, NAMED_LINKS)
         assert all(near(1e6 * x, y) for x, y in zip(got, want, strict=True)), (name, got)
 
 
@@ -253,7 +254,7 @@ def test_costs_have_the_host_time_of_an_exchange():
 
 # ms of 16/32 heads on one GPU with 131,072 and 65,536 tokens, and on two by `gather` and `owner`; None: not
 # kept. Training or forward, one call or 8 in a row: lab entries 2026-11-26-third-gpu-run, -two-gpus-again,
-# 2026-11-27-two-gpus-beside-fla
+# 2026-11-27-two-gpus-beside-fla, -two-gpus-ring-and-links
 MEASURED = [
     (True, cost.ONE_CALL, (13.7, None, 7.5, None)),
     (False, cost.ONE_CALL, (3.1, None, 1.89, 1.86)),
@@ -265,24 +266,32 @@ MEASURED = [
     (False, cost.ONE_CALL, (3.120, 1.612, 1.85, 1.91)),
     (True, cost.Machine(), (13.869, 6.942, 7.22, 7.21)),
     (False, cost.Machine(), (2.959, 1.483, 1.56, 1.58)),
+    (True, cost.ONE_CALL, (13.479, 6.974, 7.340, 7.444)),
+    (False, cost.ONE_CALL, (3.225, 1.673, 1.998, 2.173)),
+    (True, cost.Machine(), (13.265, 6.739, 6.841, 6.971)),
+    (False, cost.Machine(), (2.948, 1.456, 1.592, 1.589)),
 ]
 
 
 @pytest.mark.parametrize("has_backward, machine, measured", MEASURED)
 def test_the_model_predicts_measured_gpus(has_backward, machine, measured):
-    """Within 11 %; the goal is 20 %."""
+    """Within 12 %; the goal is 20 %."""
     form, T = cost.Form(16, 32), 131072
     calls = ([T], "gather"), ([T // 2], "gather"), ([T // 2] * 2, "gather"), ([T // 2] * 2, "owner")
     for (num_local, exchange), ms in zip(calls, measured, strict=True):
         found = simulate(form, num_local, machine, H100, exchange=exchange, has_backward=has_backward)
-        assert ms is None or 1e3 * found.end == pytest.approx(ms, rel=0.11), (num_local, exchange)
+        assert ms is None or 1e3 * found.end == pytest.approx(ms, rel=0.12), (num_local, exchange)
 
 
 def test_costs_of_heads_grow_with_the_tokens():
     for (T, R), (microseconds, mebibytes) in HEADS.items():
         form = cost.Form(16, 32, num_tokens=T)
-        assert near(1e6 * cost.exchange_times(form, R, "heads", cost.Machine()).forward, microseconds)
+        assert near(1e6 * cost.exchange_times(form, R, "heads", NAMED_LINKS).forward, microseconds)
         assert near(cost.heads_bytes(form, R) / 2**20, mebibytes)
+        # the tokens of two runs a rank are put in order by one more pass
+        one, two = (cost.exchange_times(form, R, "heads", cost.Machine(), num_runs) for num_runs in (1, 2))
+        pass_ = cost.heads_copied(form, R) / cost.Machine().memory
+        assert two.forward - one.forward == pytest.approx(pass_)
 
 
 def test_the_model_of_costs_is_monotonic_and_chooses_the_least():

@@ -137,6 +137,14 @@ def test_gradients_of_few_keys(name):
     check(given, FEW_KEYS[name], given.do, None if FEW_KEYS[name].state == "none" else given.dfinal_state)
 
 
+def test_dg_of_identical_keys():
+    """At K = V = 64 dg is as near as Triton's where sums over pairs cancel what leaves through the state."""
+    given = inputs(replace(FEW_KEYS["one chunk"], heads=(1, 1), keys="identical"), torch.bfloat16)
+    expected = expected_gradients(given, given.do, given.dfinal_state)[3]
+    here, triton = run(given, given.do, given.dfinal_state)
+    assert error(here.dg, expected) < error(triton.dg, expected)
+
+
 @pytest.mark.parametrize("name", ["options", *(pytest.param(x, marks=thorough) for x in IN_SUITE[1:3])])
 def test_gradients_on_the_state_pass_of_triton(monkeypatch, name):
     """The gradient kernel reads dr, and stores dv over it."""

@@ -180,6 +180,7 @@ X = torch.zeros(2, 4)
         (TypeError, "z", {"z": X.long()}),
         (ValueError, "weight", {"weight": torch.zeros(5)}),
         (TypeError, "eps", {"eps": "small"}),
+        (ValueError, "eps", {"eps": -1e-6}),
         (ValueError, "activation", {"activation": "gelu"}),
         (TypeError, "backend", {"backend": 1}),
     ],

@@ -62,7 +62,8 @@ TABLE = (  # the standard problems of prefill
 TRAIN = ("16/32 1x8192", "16/32 1x32768", "16/32 8x4096")  # the standard problems of train
 # those, few and many heads, and sequences short enough that a state's chain is not the limit
 TRAINING = (
-    *TRAIN, "16/64 4x8192", "16/16 8x4096", "2/8 1x32768", "2/8 8x4096", "4/8 1x8192", "16/32 8x1024", "16/32 64x128",
+    *TRAIN, "16/64 4x8192", "16/16 8x4096", "2/8 1x32768", "2/8 8x4096", "4/8 1x8192", "16/32 8x1024",
+    "16/32 64x128",
 )  # fmt: skip
 NAMED = LADDERS | BATCHED | SHORT_PROMPTS
 SETS: dict[str, tuple[str, ...]] = {

@@ -170,8 +170,8 @@ def _problems(job: str, names: list[str], device: torch.device) -> Iterator[tupl
     if job == "spec":
         yield from packets.named(names, device)
         return
-    # decode's names say rows and dtype; other jobs' are those of the catalog, in the table or not
-    chosen = [x for x in WORKLOADS[job] if x.name in names] if job == "decode" else choose_workloads(job, names)
+    is_decode = job == "decode"  # its names say rows and dtype; other jobs' are those of the catalog
+    chosen = [x for x in WORKLOADS[job] if x.name in names] if is_decode else choose_workloads(job, names)
     cases = [(job, shortened(workload.case)) for workload in chosen]
     for of, case in hosttime.CASES.values() if job == "host" else cases:
         yield of, jobs.sets(of, jobs.given(case, device), 1)[0]

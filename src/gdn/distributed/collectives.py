@@ -25,7 +25,7 @@ _operators = functional_collectives()
 class Pending:
     """Hold the output of a collective that may not be complete.
 
-    arrange     the view of it that `wait` returns
+    arrange     returns the view of it, or the copy, that `wait` returns
     num_heads   the heads of the tensor that was sent; 0 where nobody asks
     """
 
@@ -37,8 +37,8 @@ class Pending:
         """Make the current stream (the host for gloo) wait for the collective; return its output."""
         return self.arrange(run_collective(_operators.wait_tensor, self.output))
 
-    def then(self, arrange: Callable[[Tensor], Tensor], num_heads: int) -> "Pending":
-        """Return the same collective with another view of its output."""
+    def then(self, arrange: Callable[[Tensor], Tensor], num_heads: int = 0) -> "Pending":
+        """Return the same collective with another view, or a copy, of its output."""
         return replace(self, arrange=arrange, num_heads=num_heads)
 
 

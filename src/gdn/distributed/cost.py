@@ -1,8 +1,9 @@
-"""Predict what an exchange costs, and choose one. Plain Python; links are assumed, ONE_CALL is measured.
+"""Predict what an exchange costs, and choose one. Plain Python; links between nodes are assumed.
 
     step        latency of a collective's step: log2 R steps of an all-gather, 1 + log2(R)/2 of an all-to-all
     wire        bytes that a rank receives, over the bandwidth of its link
     fold        one product of a map and a state, J - 1 of them; in two levels above 32 runs
+    memory      bytes that `heads` copies in HBM to pack what it sends and to join what it receives
     host        host time of an exchange that the GPU waits for: `Machine.host`
 
     exchange   bytes received, forward / backward     kept for the backward
@@ -29,16 +30,18 @@ class Machine:
 
     host: seconds an exchange for which the GPU waits for the host; none by default, where launches are queued
     behind other work, as in the layers of a model. It holds for one or two collectives: the second is
-    launched while the first waits for the other ranks. Links are assumptions about 8 GPUs a node on NVLink
-    and InfiniBand between nodes.
+    launched while the first waits for the other ranks. The link within a node is that of two H100s on NVLink,
+    fitted to collectives of 4 KiB to 64 MiB; 8 GPUs a node and InfiniBand between nodes are assumptions.
+    memory: bytes/s that a copy reads and writes in HBM, measured on an H200.
     """
 
-    latency: float = 8e-6
-    bandwidth: float = 450e9
+    latency: float = 9.5e-6  # docs/lab/2026-11-27-two-gpus-ring-and-links.md
+    bandwidth: float = 204e9
     node: int = 8
     latency_between: float = 15e-6
     bandwidth_between: float = 50e9
     fold: float = 2.5e-6
+    memory: float = 4.25e12  # docs/lab/2026-11-24-hopper-limits.md
     host: float = 0.0
 
     def link(self, num_ranks: int) -> tuple[float, float]:
@@ -133,13 +136,25 @@ def _wire_and_folds(form: Form, num_ranks: int, exchange: str, machine: Machine,
     if exchange == "relay":
         return Times(*[(R - 1) * (latency + s / bandwidth + machine.fold)] * 2)
     if exchange == "heads":
-        return Times(*[heads_bytes(form, R) / bandwidth + 2 * latency] * 2)
+        copies = heads_copied(form, R, 1 if num_runs == 1 else 2) / machine.memory
+        return Times(*[heads_bytes(form, R) / bandwidth + copies + 2 * latency] * 2)
     raise AssertionError(exchange)
 
 
 def heads_bytes(form: Form, num_ranks: int) -> float:
     """Return the bytes that a rank receives in the exchange of heads, forward or backward."""
     return form.num_tokens / num_ranks * form.token * (num_ranks - 1) / num_ranks
+
+
+def heads_copied(form: Form, num_ranks: int, num_passes: int = 1) -> float:
+    """Return the bytes that a rank's copies read and write in the exchange of heads, forward or backward.
+
+    num_passes: passes over each tensor: q, k, v, g, beta and do are packed, o and the gradients are joined.
+    A second pass puts tokens in order: where a rank has several runs, and for B > 1, which `exchange_times`
+    does not know. It adds the time of all passes to the wire's, though one tensor is packed while another is
+    on its way.
+    """
+    return 2 * num_passes * form.num_tokens / num_ranks * form.token
 
 
 @functools.lru_cache(maxsize=256)

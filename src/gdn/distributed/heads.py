@@ -5,11 +5,15 @@ and gets its tokens of all heads back. Each head is computed as on one device, s
 the bits are those of one device, unless `hopper` cuts a sequence by its length and the number of heads. It
 moves more bytes than an exchange of states from some 256 tokens a rank on, and needs at least one key head a
 rank.
+
+All tensors of a call are sent before the first is waited for. In HBM each is copied once: before it is sent
+to shards of heads, or after it has come back to shards of tokens (`gdn.distributed.cost.heads_copied`).
 """
 
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -17,12 +21,14 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from gdn.distributed import local
-from gdn.distributed.collectives import all_to_all
+from gdn.distributed.collectives import Pending, all_to_all, start_all_to_all
 from gdn.distributed.exchange import split_heads
 from gdn.distributed.local import NAMES
 from gdn.distributed.plan import Plan, index, make_plan
 from gdn.distributed.redistribute import to_global_order, to_rank_order
 from gdn.problem import Problem
+
+Tensors: TypeAlias = Sequence[Tensor | None]
 
 
 @dataclass(frozen=True)
@@ -47,39 +53,66 @@ class Heads:
         """Return a rank's heads, where `ratio` of them go with each key head."""
         return range(self.ranges[rank].start * ratio, self.ranges[rank].stop * ratio)
 
-    def to_heads(self, x: Tensor, ratio: int) -> Tensor:
-        """Return [B, T, own heads, ...] from [B, local T, heads, ...] on each rank."""
-        B, n, _, *size = x.shape
-        # heads first: the blocks for the ranks are then rows of one tensor
-        send = x.movedim(2, 0).contiguous()
-        widths = [len(self.heads_of(r, ratio)) for r in range(len(self.plans))]
-        own, row = widths[self.rank], math.prod(size)
-        got = all_to_all(
-            send.flatten(), [own * B * m * row for m in self.num_local], [w * B * n * row for w in widths],
-            self.group,
-        )  # fmt: skip
-        blocks = got.split([own * B * m * row for m in self.num_local])
-        whole = torch.cat([x.view(own, B, m, *size) for x, m in zip(blocks, self.num_local, strict=True)], 2)
-        return to_global_order(whole, self.plans[0].table, 2).movedim(0, 2).contiguous()
+    def widths(self, ratio: int) -> list[int]:
+        """Return the number of heads of each rank, where `ratio` of them go with each key head."""
+        return [len(self.heads_of(r, ratio)) for r in range(len(self.plans))]
 
-    def to_tokens(self, x: Tensor, ratio: int) -> Tensor:
+    def to_heads(self, tensors: Tensors, ratios: Sequence[int]) -> list[Tensor | None]:
+        """Return each tensor as [B, T, own heads, ...] from [B, local T, heads, ...] on each rank."""
+        return _exchange(self._start_to_heads, tensors, ratios)
+
+    def to_tokens(self, tensors: Tensors, ratios: Sequence[int]) -> list[Tensor | None]:
         """Return [B, local T, heads, ...] from [B, T, own heads, ...] on each rank: undo `to_heads`."""
+        return _exchange(self._start_to_tokens, tensors, ratios)
+
+    def _start_to_heads(self, x: Tensor, ratio: int) -> Pending:
+        """Start to send each rank its heads of the local tokens: one pass over x in HBM, which packs them.
+
+        Blocks arrive in the order of ranks. Where this is the order of tokens they are the result as they
+        are; otherwise, and for B > 1, `wait` makes one more pass.
+        """
+        table, widths = self.plans[0].table, self.widths(ratio)
+        B, n, _, *size = x.shape
+        own, row = widths[self.rank], math.prod(size)
+        counts = [B * n * w * row for w in widths]
+        send = x.new_empty(x.numel())
+        for block, part in zip(send.split(counts), x.split(widths, 2), strict=True):
+            block.view(part.shape).copy_(part)
+        got = [B * m * own * row for m in self.num_local]
+
+        def arrange(flat: Tensor) -> Tensor:
+            if B == 1 and table.is_in_rank_order:
+                return flat.view(B, table.num_tokens, own, *size)
+            blocks = zip(flat.split(got), self.num_local, strict=True)
+            return to_global_order([block.view(B, m, own, *size) for block, m in blocks], table, 1)
+
+        return start_all_to_all(send, got, counts, self.group).then(arrange)
+
+    def _start_to_tokens(self, x: Tensor, ratio: int) -> Pending:
+        """Start to send each rank its tokens of the own heads; `wait` makes one pass, which joins the heads.
+
+        Where the tokens of each rank are one block of x, it is sent as it is; otherwise a pass packs it.
+        """
+        table, widths = self.plans[0].table, self.widths(ratio)
         B, _, own, *size = x.shape
-        x = to_rank_order(x, self.plans[0].table, 1).movedim(2, 0)
-        send = torch.cat([block.flatten() for block in x.split(list(self.num_local), 2)])
-        widths = [len(self.heads_of(r, ratio)) for r in range(len(self.plans))]
         n, row = self.num_local[self.rank], math.prod(size)
-        got = all_to_all(
-            send, [w * B * n * row for w in widths], [own * B * m * row for m in self.num_local], self.group
-        )
-        return got.view(sum(widths), B, n, *size).movedim(0, 2).contiguous()
+        if B > 1 or not table.is_in_rank_order:
+            x = to_rank_order(x, table)
+        got = [B * n * w * row for w in widths]
+
+        def arrange(flat: Tensor) -> Tensor:
+            blocks = zip(flat.split(got), widths, strict=True)
+            return torch.cat([block.view(B, n, w, *size) for block, w in blocks], 2)
+
+        counts = [B * m * own * row for m in self.num_local]
+        return start_all_to_all(x.flatten(), got, counts, self.group).then(arrange)
 
     def rows_to_heads(self, rows: Tensor, is_first: bool, ratio: int) -> Tensor:
         """Return [N, own heads, ...] from the rows of local states where a sequence begins (or ends)."""
         counts = [len(border_rows(plan, is_first)) for plan in self.plans]
         mine = [row for row, _ in border_rows(self.plans[self.rank], is_first)]
         send = rows[index(mine, rows.device)].movedim(1, 0)
-        widths = [len(self.heads_of(r, ratio)) for r in range(len(self.plans))]
+        widths = self.widths(ratio)
         own, row = widths[self.rank], math.prod(rows.shape[2:])
         got = all_to_all(
             send.flatten(), [own * c * row for c in counts], [w * len(mine) * row for w in widths], self.group
@@ -97,7 +130,7 @@ class Heads:
         counts = [len(border_rows(plan, is_first)) for plan in self.plans]
         order = [n for plan in self.plans for _, n in border_rows(plan, is_first)]
         send = states[index(order, states.device)].flatten()
-        widths = [len(self.heads_of(r, ratio)) for r in range(len(self.plans))]
+        widths = self.widths(ratio)
         plan, row = self.plans[self.rank], math.prod(size)
         mine = [row for row, _ in border_rows(plan, is_first)]
         got = all_to_all(
@@ -109,6 +142,19 @@ class Heads:
             [x.view(len(mine), w, *size) for x, w in zip(blocks, widths, strict=True)], 1
         )
         return out
+
+
+def _exchange(
+    start: Callable[[Tensor, int], Pending], tensors: Tensors, ratios: Sequence[int]
+) -> list[Tensor | None]:
+    """Start the all-to-all of each tensor, then wait for each: one is packed while another is on its way."""
+    pending = [None if x is None else start(x, r) for x, r in zip(tensors, ratios, strict=True)]
+    moved: list[Tensor | None] = []
+    while pending:
+        # the received blocks are freed as soon as they are joined
+        one = pending.pop(0)
+        moved.append(None if one is None else one.wait())
+    return moved
 
 
 def make_heads(plan: Plan, offsets: tuple[int, ...] | None, H: int, group: ProcessGroup) -> Heads:
@@ -153,9 +199,7 @@ class _Rule(torch.autograd.Function):
         assert q is not None and v is not None
         ratio = v.shape[2] // q.shape[2]
         ratios = (1, 1, ratio, ratio, ratio)
-        moved = [
-            None if x is None else heads.to_heads(x, r) for x, r in zip(tensors[:5], ratios, strict=True)
-        ]
+        moved = heads.to_heads(tensors[:5], ratios)
         own = heads.heads_of(heads.rank, ratio)
         parameters = [None if x is None else x[own.start : own.stop] for x in (A_log, dt_bias)]
         rows = None if state is None else heads.rows_to_heads(state, True, ratio)
@@ -164,8 +208,8 @@ class _Rule(torch.autograd.Function):
         ctx.problem, ctx.heads, ctx.ratios, ctx.num_heads = problem, heads, ratios, v.shape[2]
         ctx.save_for_backward(*whole.differentiable, *saved)
         ctx.set_materialize_grads(False)
-        o = heads.to_tokens(o, ratio)
-        return o, None if final is None else heads.rows_to_tokens(final, False, ratio)
+        states = None if final is None else heads.rows_to_tokens(final, False, ratio)
+        return *heads.to_tokens([o], [ratio]), states
 
     @staticmethod
     @once_differentiable
@@ -178,15 +222,13 @@ class _Rule(torch.autograd.Function):
         # a rank whose output is not used sends zeros: the other ranks wait for its part
         if do is None:
             do = v.new_zeros(v.shape[0], plan.num_local, ctx.num_heads, v.shape[3])
-        do = heads.to_heads(do, ratio)
+        (do,) = heads.to_heads([do], [ratio])
         if whole.output_final_state:
             if dS is None:
                 dS = v.new_zeros(len(plan.pieces), ctx.num_heads, *S, dtype=whole.state_dtype)
             dS = heads.rows_to_heads(dS, False, ratio)
         *moved, dA_log, ddt_bias, rows = local.backward(whole, tuple(saved), do, dS)
-        gradients = [
-            None if x is None else heads.to_tokens(x, r) for x, r in zip(moved, ctx.ratios, strict=True)
-        ]
+        gradients = heads.to_tokens(moved, ctx.ratios)
         # the other ranks have the gradients of the other heads
         own = heads.heads_of(heads.rank, ratio)
         for x in (dA_log, ddt_bias):

@@ -1,5 +1,7 @@
 """Move tokens and states between ranks by their tables: shard, unshard, convert, gather and shard states."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -22,21 +24,20 @@ def unshard(x: Tensor, table: Table, rank: int, dim: int, group: ProcessGroup) -
     # one copy for each rank, so that its gradient comes back apart and is summed in the order of ranks
     copies = tokens.expand(R, *tokens.shape).flatten(0, 1)
     got = swap(copies, counts, [counts[rank]] * R, group)
-    return to_global_order(got, table, 0).movedim(0, dim)
+    return to_global_order(got.split(counts), table, 0).movedim(0, dim)
 
 
-def to_global_order(x: Tensor, table: Table, axis: int) -> Tensor:
-    """Return tokens in global order from the tokens of all ranks side by side."""
-    before = [sum(table.num_local[:r]) for r in range(table.num_ranks)]
+def to_global_order(blocks: Sequence[Tensor], table: Table, axis: int) -> Tensor:
+    """Return tokens in global order from the tokens of each rank."""
     places = zip(table.runs, table.local_start, strict=True)
-    parts = [x.narrow(axis, before[run.rank] + at, run.stop - run.start) for run, at in places]
+    parts = [blocks[run.rank].narrow(axis, at, run.stop - run.start) for run, at in places]
     return torch.cat(parts, axis)
 
 
-def to_rank_order(x: Tensor, table: Table, axis: int) -> Tensor:
-    """Return the tokens of all ranks side by side from tokens in global order."""
-    runs = [table.runs[j] for mine in table.runs_of for j in mine]
-    return torch.cat([x.narrow(axis, run.start, run.stop - run.start) for run in runs], axis)
+def to_rank_order(x: Tensor, table: Table) -> Tensor:
+    """Return a block [B, local T, ...] for each rank, as rows of one tensor, from [B, T, ...]."""
+    runs = [[table.runs[j] for j in mine] for mine in table.runs_of]
+    return torch.cat([row[run.start : run.stop] for mine in runs for row in x for run in mine])
 
 
 def convert(x: Tensor, source: Table, target: Table, rank: int, dim: int, group: ProcessGroup) -> Tensor:

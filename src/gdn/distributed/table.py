@@ -53,6 +53,12 @@ class Table:
         return tuple(map(tuple, numbers))
 
     @cached_property
+    def is_in_rank_order(self) -> bool:
+        """Return True if the tokens of all ranks side by side are in global order."""
+        ranks = [run.rank for run in self.runs]
+        return ranks == sorted(ranks)
+
+    @cached_property
     def num_slots(self) -> int:
         """Return the largest number of runs that a rank has."""
         return max(map(len, self.runs_of))

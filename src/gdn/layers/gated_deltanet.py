@@ -33,7 +33,8 @@ class GatedDeltaNet(DeltaRuleMixer):
         recompute         True: keep neither q, k, v, nor states, nor the input of out_proj for the backward,
                           which computes them again: the same bits, less memory, more time (docs/limits.md).
                           Calls with cp_context ignore it
-        backend           backend of every operator; None: chosen automatically for each
+        backend           backend of every operator, so not `hopper`, which has the rule alone; None: chosen
+                          automatically for each
         device, dtype     device and dtype of the parameters. A_log and dt_bias are created in fp32 (fp64 for
                           fp64) for every dtype, because 16 bits are too few for a log decay. A later
                           `.to(torch.bfloat16)` narrows them like any parameter; the gate is computed in fp32

@@ -33,7 +33,8 @@ class KimiDeltaAttention(DeltaRuleMixer):
         recompute         True: keep neither q, k, v, nor states, nor the input of out_proj for the backward,
                           which computes them again: the same bits, less memory, more time (docs/limits.md).
                           Calls with cp_context ignore it
-        backend           backend of every operator; None: chosen automatically for each
+        backend           backend of every operator, so not `hopper`, which has the rule alone; None: chosen
+                          automatically for each
         device, dtype     device and dtype of the parameters, A_log and dt_bias as in `GatedDeltaNet`
 
     Parameters: in_proj_qkv, in_proj_z, in_proj_b, in_proj_a, conv1d, A_log [HV], dt_bias [HV, K], norm,

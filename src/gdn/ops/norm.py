@@ -36,7 +36,7 @@ def rms_norm_gated(
         x            [..., D]            bf16, fp16, fp32, fp64
         z            [..., D] or None    any float; None: no gate
         weight       [D] or None         any float; None: ones
-        eps          number
+        eps          number of at least 0
         activation   "silu", "sigmoid", or None: act(z) = z
         backend      str or None         None: chosen automatically; a named one never falls back
 

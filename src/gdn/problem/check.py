@@ -48,6 +48,13 @@ def number(name: str, x: Any) -> None:
         raise ValueError(f"{name}: expected a finite number of at most {LARGEST:.3g}, got {x}")
 
 
+def eps(name: str, x: Any) -> None:
+    """Raise as `number` does, and ValueError if x is negative: its root may be that of a negative number."""
+    number(name, x)
+    if x < 0:
+        raise ValueError(f"{name}: expected at least 0, got {x}")
+
+
 def backend(name: Any) -> None:
     """Raise TypeError unless name is a string or None, ValueError unless a backend has that name."""
     if name is not None and not isinstance(name, str):

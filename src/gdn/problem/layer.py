@@ -184,7 +184,7 @@ def parse_norm(**given: Any) -> NormProblem:
         check.floating("weight", weight)
         check.shape("weight", weight, "D", {"D": x.shape[-1]})
     check.companions(x, "x", z=z, weight=weight)
-    check.number("eps", p.eps)
+    check.eps("eps", p.eps)
     p.complete(eps=float(p.eps))
     return p
 

@@ -153,7 +153,7 @@ def parse_step(**given: Any) -> StepProblem:
     check.backend(p.backend)
     check.choice("conv_activation", p.conv_activation, GATES[:2])
     check.choice("norm_activation", p.norm_activation, GATES)
-    check.number("norm_eps", p.norm_eps)
+    check.eps("norm_eps", p.norm_eps)
     check_packed(given)
     views = p.decode(p.mixed_qkv, p.out)
     dims = addressing.tokens(views.q, views.k, views.v)

@@ -9,7 +9,7 @@ the reverse state scan stores it, or dr = dv / beta as Triton's does (GIVEN_DR);
 HBM bytes per token and value head at K = V = 128 in bf16, HV = 2 H: q, k, dq, dk 512, v, do, dv 768, S and dS
 1024, A_inv 128, factors 32, gate terms 20: 2484; 256 more with GIVEN_DR. MMAs of 64 x 64 x 128: 22 per tile.
 At K = V = 64: q, k, dq, dk 256, v, do, dv 384, S and A_inv in fp32 512, dS 128, factors 32, gate terms 20:
-1332. MMAs of 64 x 64 x 64: 21 per tile.
+1332. MMAs of 64 x 64 x 64: 22 per tile.
 """
 
 from triton.experimental.gluon import language as gl

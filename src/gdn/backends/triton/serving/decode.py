@@ -38,6 +38,7 @@ from gdn.backends.triton.launch.pdl import (
     supports_pdl,
     wait_previous,
 )
+from gdn.backends.triton.lib import column_mask
 from gdn.backends.triton.serving import packet
 from gdn.backends.triton.serving.gates import gate_layout
 from gdn.backends.triton.serving.packet import index_strides, max_row_tokens, supports_packet
@@ -148,16 +149,20 @@ def decode_kernel(
     strides = GateStrides(g_b, g_t, g_h, beta_b, beta_t, beta_h, A_log_h, dt_bias_h)
     if a_ptr is not None:
         g_ptr, beta_ptr = a_ptr, b_ptr
+    # each channel's decay is computed once, in one lane; the lanes of a tile have each key A or B times
+    channels, along, bias_along = tl.arange(0, J * W), 0, 0
+    has_channel = column_mask(channels, K)
+    if CHANNELS:
+        along = channels if DENSE else channels * g_k
+        bias_along = channels if DENSE else channels * dt_bias_k
     if g_ptr is not None:
-        along = key_offsets(keys, g_k, A, B, AXIS, R_FIRST, DENSE) if CHANNELS else 0
         g_ptr = decay_pointers(g_ptr, row * g_b + first * g_t + head * g_h, along, CHANNELS)
     if beta_ptr is not None:
         beta_ptr += row * beta_b + first * beta_t + head * beta_h
     at = tl.full([], 0, tl.int64)
-    tokens = Tokens(q_at, k_at, v_at, g_ptr, beta_ptr, q_t, k_t, v_t, g_t, beta_t)
+    tokens = Tokens(q_at, k_at, v_at, g_ptr, beta_ptr, q_t, k_t, v_t, g_t, beta_t, has_channel)
     q, k, v, g, beta = load_token(tokens, at, count, has_key, has_value, UNIT, CHANNELS)
-    along = key_offsets(keys, dt_bias_k, A, B, AXIS, R_FIRST, DENSE) if CHANNELS else 0
-    rate, bias = load_gate_parameters(gates, strides, head, along, has_key, lower_bound, CHANNELS)
+    rate, bias = load_gate_parameters(gates, strides, head, bias_along, has_channel, lower_bound, CHANNELS)
     gate = GateParameters(rate, bias, lower_bound)
 
     # row N, the tokens past the last sequence, has no slot: output zero
@@ -348,11 +353,9 @@ def plan_launch(p: DecodeProblem, starts: Sequence[int] = (0, 0, 0), num_states:
     if supports_packet(p):
         return packet.plan(p, starts, num_states)
     axis, state_unit, state = pool_strides(p.state, p.K, p.V, p.state_v_first)
-    kept_axis, kept_unit, kept = (
-        ("", 1, (0,) * 5)
-        if p.intermediate is None
-        else pool_strides(p.intermediate, p.K, p.V, p.state_v_first)
-    )
+    kept_axis, kept_unit, kept = "", 1, tuple([0] * 5)
+    if p.intermediate is not None:
+        kept_axis, kept_unit, kept = pool_strides(p.intermediate, p.K, p.V, p.state_v_first)
     # fp32 and 16-bit states have different tiles: the registers of a tile are what counts
     width, gpu = p.state.element_size(), machine(p.q.device)
     num_states = p.N * p.HV if num_states is None else num_states
@@ -390,11 +393,6 @@ def plan_launch(p: DecodeProblem, starts: Sequence[int] = (0, 0, 0), num_states:
     # fifteen programs an SM instead of sixteen: faster in many waves over the SMs, slower where one would do
     is_scaled = p.column_scale is not None and num_states >= RESIDENT * gpu.num_sms
     limit = {"maxnreg": max(REGISTERS[is_single, gates.channels > 0], INT16_REGISTERS if is_scaled else 0)}
-    return Launch(
-        decode_kernel,
-        (p.N + int(is_packed)) * p.HV * part.blocks(p.V),
-        scalars,
-        constants,
-        part.num_warps,
-        options=pdl_options(gpu) | (limit if is_full and width == 2 else {}),
-    )
+    grid = (p.N + int(is_packed)) * p.HV * part.blocks(p.V)
+    options = pdl_options(gpu) | (limit if is_full and width == 2 else {})
+    return Launch(decode_kernel, grid, scalars, constants, part.num_warps, options=options)

@@ -223,7 +223,7 @@ def snapshot_kernel(
     gate = GateParameters(rate, bias, lower_bound)
     # the token recurrence with S in registers, from the start of the chunk that contains pos
     at = tl.full([], 0, tl.int64)
-    tokens = Tokens(q_at, k_at, v_at, g_ptr, beta_ptr, q_t, k_t, v_t, g_t, beta_t)
+    tokens = Tokens(q_at, k_at, v_at, g_ptr, beta_ptr, q_t, k_t, v_t, g_t, beta_t, None)
     for _ in range(steps):
         q, k, v, g, beta = load_token(tokens, at, steps, has_key, has_value, TOKEN_UNIT, CHANNELS)
         S, _o = advance_token(S, Token(q, k, v, g, beta), gate, scale, constants)

@@ -85,7 +85,7 @@ def recurrent_kernel(
     if beta_ptr is not None:
         beta_ptr += row * beta_b + first * beta_t + head * beta_h
     at = tl.full([], 0, tl.int64)  # token index; 64 bits because strides may be large
-    tokens = Tokens(q_ptr, k_ptr, v_ptr, g_ptr, beta_ptr, q_t, k_t, v_t, g_t, beta_t)
+    tokens = Tokens(q_ptr, k_ptr, v_ptr, g_ptr, beta_ptr, q_t, k_t, v_t, g_t, beta_t, None)
     q, k, v, g, beta = load_token(tokens, at, count, has_key, has_value, UNIT, CHANNELS)
     S = tl.zeros([A, J, B, W], tl.float32)  # fp32 registers for the whole sequence
     if initial_ptr is not None:

@@ -172,7 +172,7 @@ def decay_pointers(g_ptr, place, along, CHANNELS: tl.constexpr):
 
 
 @jit
-def load_gate_parameters(gates, strides, head, along, has_key, lower_bound, CHANNELS: tl.constexpr):
+def load_gate_parameters(gates, strides, head, along, has_channel, lower_bound, CHANNELS: tl.constexpr):
     """Return exp(A_log) and dt_bias of a head, or of its keys at the offsets `along`; 1 and 0 if absent."""
     rate, bias = 1.0, 0.0
     if gates.A_log_ptr is not None:
@@ -183,7 +183,7 @@ def load_gate_parameters(gates, strides, head, along, has_key, lower_bound, CHAN
     if gates.dt_bias_ptr is not None:
         if CHANNELS:
             place = decay_pointers(gates.dt_bias_ptr, head * strides.dt_bias_h, along, CHANNELS)
-            bias = tl.load(place, mask=has_key, other=0.0).to(tl.float32)
+            bias = tl.load(place, mask=has_channel, other=0.0).to(tl.float32)
         else:
             bias = tl.load(gates.dt_bias_ptr + head * strides.dt_bias_h).to(tl.float32)
     return rate, bias
@@ -203,7 +203,7 @@ def activate_decay(x, gate):
 def load_token(tokens, t, count, has_key, has_value, UNIT: tl.constexpr, CHANNELS: tl.constexpr = 0):
     """Load token t as the caller gave it: q, k [., J, ., W], v [A, B], g, beta; zeros from `count` on.
 
-    g is a number, or with CHANNELS [., J, ., W] in the lanes of k.
+    g is a number, or with CHANNELS [., J, ., W] in the lanes of k, or [J * W], each channel in one lane.
     """
     q_t, k_t = tokens.q_t * UNIT, tokens.k_t * UNIT
     is_token = t < count
@@ -213,7 +213,8 @@ def load_token(tokens, t, count, has_key, has_value, UNIT: tl.constexpr, CHANNEL
     if tokens.g_ptr is None:
         g = tl.full([], 0.0, tl.float32)
     elif CHANNELS:
-        g = tl.load(tokens.g_ptr + t * (tokens.g_t * CHANNELS), mask=has_key & is_token, other=0.0)
+        has_channel = has_key if tokens.has_channel is None else tokens.has_channel
+        g = tl.load(tokens.g_ptr + t * (tokens.g_t * CHANNELS), mask=has_channel & is_token, other=0.0)
     else:
         g = tl.load(tokens.g_ptr + t * tokens.g_t, mask=is_token, other=0.0)
     if tokens.beta_ptr is None:
@@ -241,8 +242,11 @@ def advance_token(S, token, gate, scale, C: tl.constexpr, column_scale=None):
     if C.CHANNELS:
         if C.GATE:
             g = activate_decay(g, gate)
-        # each lane has the decays of its own keys in registers: 16 exponentials for 8 columns of 128 keys
-        S *= tl.exp(g)
+        decays = tl.exp(g)
+        if len(g.shape) == 1:
+            # a lane has channels of its own, 4 of 128; through shared memory it gets the decays of its keys
+            decays = tl.reshape(decays, (1, S.shape[1], 1, S.shape[3]))
+        S *= decays
     kS, qS, qk = (
         inner_product(S, k),
         inner_product(S, q),

@@ -174,6 +174,7 @@ class Tokens(NamedTuple):
     v_t: Any
     g_t: Any
     beta_t: Any
+    has_channel: Any  # of a decay per key channel
 
 
 class Token(NamedTuple):
