@@ -3,7 +3,7 @@
 A model file calls four functions through its own globals: the two forms of the rule, with a decay per head or
 per key channel, and the two of the short convolution. These are replaced in files that are already
 imported, and in files imported later: every model file defines a PreTrainedModel, and the patch runs when
-that class is created.
+that class is created. The forwards of layers and of their gated norms are replaced in the classes.
 """
 
 import sys
@@ -16,6 +16,7 @@ from torch import nn
 
 from gdn.integrations import transformers_calls as calls
 from gdn.integrations import transformers_graphs as graphing
+from gdn.integrations import transformers_norm as norms
 from gdn.integrations import transformers_packing as packing
 from gdn.integrations import transformers_step as steps
 
@@ -106,13 +107,13 @@ class Patch:
 def patch_transformers(*, infer_packing: bool = False, graphs: bool = False) -> Patch:
     """Run the gated delta rule and the short convolution of Transformers models on gdn, on any device.
 
-    It replaces the functions in qwen3_next, qwen3_5, qwen3_5_moe, qwen4_exp, olmo_hybrid, in kimi_linear,
-    glm5_next and bailing_hybrid, which have a decay per key channel, and in every other model file, imported
-    before or later, that has torch_chunk_gated_delta_rule and torch_recurrent_gated_delta_rule, or
-    chunk_kimi_delta_attention and recurrent_kimi_delta_attention; existing models run on gdn, too.
+    On a GPU also the gated RMS norm of their layers, outside of compiled graphs. It replaces the functions in
+    qwen3_next, qwen3_5, qwen3_5_moe, qwen4_exp, olmo_hybrid, in kimi_linear, glm5_next and bailing_hybrid,
+    which have a decay per key channel, and in every other model file, imported before or later, that has
+    torch_chunk_gated_delta_rule and torch_recurrent_gated_delta_rule, or chunk_kimi_delta_attention and
+    recurrent_kimi_delta_attention; existing models run on gdn, too.
     torch.export, meta tensors and calls that gdn rejects use the originals, with a RuntimeWarning; packed
-    sequences that gdn rejects are an error,
-    because the originals would mix the documents.
+    sequences that gdn rejects are an error, because the originals would mix the documents.
 
     Args:
         infer_packing    bool    True: where a batch of one row has restarting position_ids and neither
@@ -209,7 +210,7 @@ def _is_model_file(name: str, module: ModuleType) -> bool:
 
 
 def _serve_class(cls: type) -> None:
-    """Wrap the forward of a text model of a patched file, to watch its positions."""
+    """Wrap the forward of a class of a patched file: a text model, a layer with the rule, or its norm."""
     module = sys.modules.get(cls.__module__)
     is_served = module is not None and any(_is_ours(module, x) for x in (*PER_HEAD, *PER_CHANNEL))
     if (
@@ -221,6 +222,8 @@ def _serve_class(cls: type) -> None:
         _replace(cls, "forward", packing.watched(vars(cls)["forward"], _watch))
     elif is_served and steps.is_layer(cls) and not _is_ours(cls, "forward"):
         _replace(cls, "forward", steps.with_step(vars(cls)["forward"], _active))
+    elif is_served and not _is_ours(cls, "forward") and (activations := norms.activations_of(cls)):
+        _replace(cls, "forward", norms.with_norm(cls, activations, _active))
 
 
 def _has_layers(model: nn.Module) -> bool:
