@@ -403,3 +403,21 @@ def test_heads_packs_and_unpacks_each_tensor_once(B, order, num_passes):
         assert counted.copied == num_passes * sent
     # read and written
     assert 2 * num_passes * sent == cost.heads_copied(form, R, num_passes)
+
+
+@pytest.mark.parametrize("order", ["contiguous", "headtail"])
+def test_heads_of_an_empty_batch(order):
+    """A batch of no rows has an empty output and empty gradients in every order of tokens."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", rank=1, world_size=2, store=FakeStore())
+    try:
+        context = gdn.ContextParallel(
+            dist.group.WORLD, exchange="heads", check="never", order=order, num_tokens=8
+        )
+        q, v = torch.randn(0, 4, 2, 4, requires_grad=True), torch.randn(0, 4, 4, 6, requires_grad=True)
+        o, _ = gdn.chunk_gated_delta_rule(q, q, v, cp_context=context)
+        o.sum().backward()
+    finally:
+        dist.destroy_process_group()
+    assert o.shape == v.grad.shape == v.shape and q.grad.shape == q.shape

@@ -364,6 +364,7 @@ REFUSALS = [
     (ValueError, "conv_activation: expected one of", {"conv_activation": "sigmoid"}),
     (TypeError, "norm_activation: expected a name", {"norm_activation": 1}),
     (TypeError, "norm_eps: expected a number", {"norm_eps": None}),
+    (ValueError, "norm_eps: expected at least 0", {"norm_eps": -1e-6}),
     (ValueError, "z: expected shape", {"z": torch.zeros(ROWS, 96)}),
     (ValueError, "norm_weight: expected shape", {"norm_weight": torch.zeros(4)}),
     (ValueError, "state: expected shape", {"state": torch.zeros(9, 4, 16, 24)}),

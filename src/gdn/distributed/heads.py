@@ -96,7 +96,7 @@ class Heads:
         table, widths = self.plans[0].table, self.widths(ratio)
         B, _, own, *size = x.shape
         n, row = self.num_local[self.rank], math.prod(size)
-        if B > 1 or not table.is_in_rank_order:
+        if B > 1 or (B == 1 and not table.is_in_rank_order):
             x = to_rank_order(x, table)
         got = [B * n * w * row for w in widths]
 

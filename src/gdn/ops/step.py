@@ -67,7 +67,7 @@ def decode_step(
         conv_activation          "silu" or None
         z                        [B, HV, V] or None          any float, any strides; None: no gate
         norm_weight              [V] or None                 any float; None: ones, or no norm without z
-        norm_eps                 number
+        norm_eps                 number of at least 0
         norm_activation          "silu", "sigmoid" or None   act(z) in `rms_norm_gated`
         conv_index               [B] int or None             the slot of each row's window; None: read_index
         read_index, write_index  [B] int or None             slots of `state`, as in `decode`
