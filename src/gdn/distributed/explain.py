@@ -51,7 +51,8 @@ class ExchangeReport:
         if self.local is not None:
             rows.append(f"   local    {_pair(self.local)}; a training step exchanges {self.share:.1%} of it")
         others = [f"{name} {_pair(x)}" for name, x in self.times.items() if name != self.exchange]
-        rows.append(f"   others   {'; '.join(others)} (a model: links and local work are assumed)")
+        assumed = "(a model: links between nodes and local work are assumed)"
+        rows.append(f"   others   {'; '.join(others)} {assumed}")
         return "\n".join(rows)
 
 
