@@ -139,6 +139,15 @@ def strict_poison():
 
 
 @pytest.fixture
+def originals_restored() -> Iterator[None]:
+    """Assert that a test ends with the original functions of Transformers in place."""
+    yield
+    from gdn.integrations import transformers as integration
+
+    assert integration._active == [] and integration._replaced == []
+
+
+@pytest.fixture
 def simulated_launches(monkeypatch):
     """Let the forward of the Hopper backend run on the CPU."""
     from kit.hopper import simulate_launches

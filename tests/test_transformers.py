@@ -23,6 +23,7 @@ from gdn.integrations.transformers_packing import (  # noqa: E402
     restarts,
 )
 
+pytestmark = pytest.mark.usefixtures("originals_restored")
 FAMILIES = ("qwen3_5", "qwen3_next", "qwen3_5_moe", "qwen4_exp", "olmo_hybrid")
 VOCAB = 97
 RULES = ("torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule")
@@ -119,15 +120,6 @@ def generate(model, ids, **options):
     """Return greedy tokens after the prompt, with no early end."""
     options = {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False, **options}
     return model.generate(ids, **options)[:, ids.shape[1] :]
-
-
-@pytest.fixture(autouse=True)
-def originals_restored():
-    """Assert that every test ends with the original functions in place."""
-    yield
-    from gdn.integrations import transformers as integration
-
-    assert integration._active == [] and integration._replaced == []
 
 
 @pytest.fixture

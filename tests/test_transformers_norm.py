@@ -17,6 +17,7 @@ import test_transformers_channels as per_channel  # noqa: E402
 import gdn  # noqa: E402
 from gdn.integrations import transformers_norm as norms  # noqa: E402
 
+pytestmark = pytest.mark.usefixtures("originals_restored")
 SOURCES = dict.fromkeys(per_head.FAMILIES, per_head) | dict.fromkeys(per_channel.FAMILIES, per_channel)
 NAMES = {
     "qwen3_5": "Qwen3_5RMSNormGated",
@@ -29,15 +30,6 @@ NAMES = {
     "bailing_hybrid": "BailingHybridRMSNormGated",
 }
 error = per_head.error
-
-
-@pytest.fixture(autouse=True)
-def originals_restored():
-    """Assert that every test ends with the original functions in place."""
-    yield
-    from gdn.integrations import transformers as integration
-
-    assert integration._active == [] and integration._replaced == []
 
 
 @pytest.fixture
