@@ -592,6 +592,16 @@ def test_a_child_knows_when_it_was_asked_for(monkeypatch):
     assert 0 <= time.time() - float(asked[0][3]) < 10
 
 
+@pytest.mark.parametrize(
+    ("job", "name", "shape"),
+    [("train", "2/8 3x64", (1, 192, 2, 128)), ("prefill", "2/4 1x9000", (1, 8192, 2, 128)),
+     ("decode", "B=8 bf16", (8, 1, 16, 128))],
+)  # fmt: skip
+def test_problems_outside_of_the_table_are_compiled_first(job, name, shape):
+    """A problem of any name of the catalog, with at most 8,192 tokens a sequence."""
+    assert [x.tensors["q"].shape for _, x in coldstart._problems(job, [name], CPU)] == [shape]
+
+
 def test_a_child_that_fails_is_a_row():
     found = coldstart.cold("nobody")
     assert "expected some of gdn" in found["error_message"]

@@ -275,12 +275,12 @@ MEASURED = [
 
 @pytest.mark.parametrize("has_backward, machine, measured", MEASURED)
 def test_the_model_predicts_measured_gpus(has_backward, machine, measured):
-    """Within 12 %; the goal is 20 %."""
+    """Within 11 %; the goal is 20 %."""
     form, T = cost.Form(16, 32), 131072
     calls = ([T], "gather"), ([T // 2], "gather"), ([T // 2] * 2, "gather"), ([T // 2] * 2, "owner")
     for (num_local, exchange), ms in zip(calls, measured, strict=True):
         found = simulate(form, num_local, machine, H100, exchange=exchange, has_backward=has_backward)
-        assert ms is None or 1e3 * found.end == pytest.approx(ms, rel=0.12), (num_local, exchange)
+        assert ms is None or 1e3 * found.end == pytest.approx(ms, rel=0.11), (num_local, exchange)
 
 
 def test_costs_of_heads_grow_with_the_tokens():
