@@ -310,13 +310,30 @@ def test_more_than_128_channels(dtype):
 def test_reruns_and_batches_give_the_same_bits():
     given = inputs(replace(LARGE, batch_invariant=True), BF16, device="cuda")
     first = run(kda, given)
-    for _ in range(20):
+    for _ in range(100):
         again = run(kda, given)
         assert all(torch.equal(again[name], x) for name, x in first.items())
     x = given.tensors
     alone = [x[name][:, :1000] for name in ("q", "k", "v", "g", "beta")]
     o, _ = kda(*alone, initial_state=x["initial_state"][:1], batch_invariant=True)
     assert torch.equal(o, first["o"][:, :1000])
+
+
+@pytest.mark.gpu
+def test_a_recorded_step_has_the_bits_of_eager_mode():
+    """A CUDA graph of a forward and its backward, replayed on other values in the same tensors."""
+    given, other = (inputs(LARGE, BF16, device="cuda", seed=seed) for seed in (0, 1))
+    first, expected = run(kda, given), run(kda, other)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        recorded = run(kda, given)
+    kept, values = ([*x.tensors.values(), x.do, x.dfinal_state] for x in (given, other))
+    for x, y in zip(kept, values, strict=True):
+        x.copy_(y)
+    graph.replay()
+    for name, x in recorded.items():
+        assert torch.equal(x, expected[name]), name
+        assert not torch.equal(x, first[name]), name
 
 
 def test_large_rows_in_fp32_fit_into_shared_memory():
