@@ -33,6 +33,7 @@ BF16 = torch.bfloat16
 RULE = replace(catalog.MIXED, heads=(1, 4), lengths=packed(70, 70))
 TINY = replace(RULE, sizes=(16, 16), heads=(2, 4))
 STEP = replace(catalog.STEP, heads=(1, 4), lengths=Lengths(1, 3))
+KDA = replace(RULE, heads=(2, 2), **catalog.VARIANTS["kda-gated"])
 
 
 @pytest.fixture
@@ -81,7 +82,15 @@ def test_a_variant_has_other_gates_or_options():
     first = workloads.PREFILL[0]
     assert first.with_variant("slow").case.gate == "slow"
     assert first.with_variant("gated").case.raw_gate == "on" and first.with_variant("slow").name == first.name
-    assert 1 < first.with_variant("kda").cost.bytes / first.cost.bytes < 2
+    kda, gated = (first.with_variant(x) for x in ("kda", "kda-gated"))
+    assert 1 < kda.cost.bytes / first.cost.bytes < 2
+    # two bytes less for each logit of 128 channels and beta
+    tokens, HV = first.case.lengths.T, first.case.heads[1]
+    assert kda.cost.bytes - gated.cost.bytes == 2 * 129 * tokens * HV
+
+
+def test_every_problem_of_kda_has_one_value_head_per_key_head():
+    assert all(H == HV for H, HV in map(catalog.heads, catalog.SETS["kda"]))
 
 
 @pytest.mark.parametrize("is_raw", [False, True])
@@ -172,6 +181,16 @@ def test_the_law_side_by_side_is_the_law(case):
 # peers
 
 
+def expected_refusal(name, case):
+    """Return words of the reason for which a peer does not support a case; None for one that it supports."""
+    if name == "flash_kda":
+        is_per_channel, is_single = case.is_per_channel, case.heads[0] == case.heads[1]
+        return None if is_single else "one value head" if is_per_channel else "per key channel"
+    if name == "transformers" and case.is_scaled:
+        return "scale"
+    return "per head" if name in ("flash_qla", "flashinfer") and case.is_per_channel else None
+
+
 @pytest.mark.parametrize("name", ["gdn", "gdn:eager", *PEERS])
 @pytest.mark.parametrize(
     "case",
@@ -184,16 +203,18 @@ def test_the_law_side_by_side_is_the_law(case):
         replace(RULE, gate="model", raw_gate="no_bias", beta="negative"),
         replace(RULE, **catalog.VARIANTS["kda"]),
         replace(RULE, **catalog.VARIANTS["kda-rates"]),
+        replace(RULE, **catalog.VARIANTS["kda-gated"]),
+        replace(RULE, gate="model", raw_gate="on", beta="sigmoid", is_per_channel=True),
+        KDA,
+        replace(KDA, lengths=Lengths(40, 2), state_v_first=True, is_scaled=True),
     ],
     ids=str,
 )
 def test_a_provider_is_given_the_same_problem(peers, name, case):
     provider = load_provider(name)
     job = "train" if "train" in provider.binds else "prefill"
-    refused = "scale" if case.is_scaled else "per head" if case.is_per_channel else None
-    has_no_scale = name == "transformers" and case.is_scaled
-    if has_no_scale or name.startswith("flash") and case.is_per_channel:
-        with pytest.raises(NotImplementedError, match=refused):
+    if reason := expected_refusal(name, case):
+        with pytest.raises(NotImplementedError, match=reason):
             accuracy.check(provider.function(job), case, BF16)
         return
     rows = accuracy.check(provider.function(job), case, BF16, with_backward=job == "train")
@@ -212,11 +233,48 @@ def test_a_decode_steps_the_states_of_its_slots(peers, name, state):
     assert [row.output for row in rows] == ["o", "final_state"] and all(row.ok for row in rows), rows
 
 
-def test_fla_is_itself(peers, monkeypatch):
-    switch = __import__("sys").modules["fla.ops.gated_delta_rule.backends.flash_qla"].FlashQLABackend
+@pytest.mark.parametrize(
+    "change, reason",
+    [
+        ({"sizes": (64, 64)}, "K = V = 128"),
+        ({"heads": (1, 2)}, "one value head"),
+        ({"is_per_channel": False}, "per key channel"),
+        ({"use_qk_l2norm_in_kernel": False}, "normalises"),
+        ({"raw_gate": "off"}, "logits of g"),
+        ({"raw_gate": "on"}, "logits of g"),
+        ({"beta": "given"}, "logits of beta"),
+        ({"beta": "negative"}, "logits of beta"),
+        ({"has_narrow_gates": False}, "logits in bf16"),
+        ({"raw_gate": "bound_alone"}, None),
+        ({"state": "none"}, None),
+        ({"is_strided": True, "lengths": Lengths(20, 2)}, None),
+    ],
+    ids=str,
+)
+def test_flash_kda_refuses_other_problems_than_its_own(peers, change, reason):
+    function, case = load_provider("flash_kda").function("prefill"), replace(KDA, **change)
+    if reason is None:
+        assert all(row.ok for row in accuracy.check(function, case, BF16, with_backward=False))
+        return
+    with pytest.raises(NotImplementedError, match=reason):
+        accuracy.check(function, case, BF16, with_backward=False)
+
+
+def test_flash_kda_gets_no_bound_below_its_own(peers):
+    given = inputs(KDA, BF16)
+    deep = replace(given, options={**given.options, "lower_bound": -6.0})
+    with pytest.raises(NotImplementedError, match="-5 to 0"):
+        accuracy.run(load_provider("flash_kda").function("prefill"), deep, False)
+
+
+@pytest.mark.parametrize("rule, library", [("gated_delta_rule", "QLA"), ("kda", "KDA")])
+def test_fla_is_itself(peers, monkeypatch, rule, library):
+    module = __import__("sys").modules[f"fla.ops.{rule}.backends.flash_{library.lower()}"]
+    switch = getattr(module, f"Flash{library}Backend")
+    assert switch().is_enabled()
     assert isinstance(load_provider("fla"), Provider) and not switch().is_enabled()
     monkeypatch.setattr(switch, "forced", True)
-    assert "FLA_FLASH_QLA" in load_provider("fla")
+    assert f"FLA_FLASH_{library}" in load_provider("fla")
 
 
 def test_peers_meet_one_offsets_tensor(peers):
@@ -242,7 +300,8 @@ def test_absent_peers_are_named_not_raised(monkeypatch):
     "peer",
     [
         stub_peers.FLA, stub_peers.FLAChannels, stub_peers.FLAStages, stub_peers.FlashQLA,
-        stub_peers.FlashInfer, stub_peers.FlashInferOutputOnly, stub_peers.FlashInferReplay,
+        stub_peers.FlashKDA, stub_peers.FlashInfer, stub_peers.FlashInferOutputOnly,
+        stub_peers.FlashInferReplay,
     ],
 )  # fmt: skip
 def test_stand_ins_have_the_signatures_of_the_real_ones(peer):
@@ -630,11 +689,11 @@ def test_passes_print_and_append(small, monkeypatch, peers):
         name: [row for row in rows if row["pass"] == name] for name in dict.fromkeys(r["pass"] for r in rows)
     }
     assert {name: len(found) for name, found in by_pass.items()} == {
-        "prefill": 10, "prefill:gated": 10, "train": 8, "decode": 8,
+        "prefill": 12, "prefill:gated": 12, "train": 8, "decode": 8,
     }  # fmt: skip
     assert [row["provider"] for row in by_pass["decode"]][:3] == ["gdn", "fla", "flashinfer"]
     assert by_pass["prefill"][2]["refused"] and by_pass["train"][0]["errors"].keys() >= {"dg", "dh0"}
-    ours, *_, theirs = by_pass["prefill"][:5]
+    ours, *_, theirs = by_pass["prefill"][: len(PROVIDERS)]
     assert ours["backend"] == "eager" and theirs["provider"] == "transformers" and theirs["backend"] is None
     assert ours["to_best_peer"] == min(ours["ratio"].values()) and ours["error"] == max(
         ours["errors"].values()

@@ -3,7 +3,8 @@
 Read the folders in this order:
 
     problems    what is measured: shapes and gates by name, speculation, tensors on the device
-    providers   who computes it: gdn, FLA, FlashQLA, FlashInfer, Transformers, each in its own conventions
+    providers   who computes it: gdn, FLA, FlashQLA, FlashKDA, FlashInfer, Transformers, each in its own
+                conventions
     timing      CUDA graphs, events, host time, cold start
     passes      one module for each benchmark: the rule, a layer, a model, stages, decode steps, speculation
     judging     errors of many providers beside one another: `verify`

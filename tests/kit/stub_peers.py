@@ -68,14 +68,21 @@ class FLAChannels:
         return_intermediate_states=False, state_v_first=False, cu_seqlens=None, cu_seqlens_cpu=None,
         cp_context=None, use_graph=False, max_num_seqs=None, **kwargs,
     ):  # fmt: skip
-        assert set(kwargs) <= {"A_log", "dt_bias"} and not use_gate_in_kernel
+        assert set(kwargs) <= {"A_log", "dt_bias"}
+        gate, HV, K = {}, v.shape[2], k.shape[3]
+        if use_gate_in_kernel:
+            A_log, dt_bias = kwargs["A_log"], kwargs["dt_bias"]
+            assert A_log.shape == (HV,) and dt_bias.shape == (HV * K,) and A_log.dtype == torch.float32
+            gate = {"A_log": A_log, "dt_bias": dt_bias.view(HV, K), "lower_bound": lower_bound}
+        if safe_gate and use_gate_in_kernel:
+            assert lower_bound is not None and -5 <= lower_bound < 0
         # its faster kernels are wrong below, and it does not look
-        assert not safe_gate or (g >= -5).all()
+        assert not safe_gate or use_gate_in_kernel or (g >= -5).all()
         return gdn.chunk_gated_delta_rule(
             q, k, v, g, beta, scale=scale, initial_state=initial_state, output_final_state=output_final_state,
             use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, allow_neg_eigval=allow_neg_eigval,
             use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel, state_v_first=state_v_first,
-            cu_seqlens=cu_seqlens,
+            cu_seqlens=cu_seqlens, use_gate_in_kernel=use_gate_in_kernel, **gate,
         )  # fmt: skip
 
 
@@ -206,11 +213,18 @@ def to_natural_log(g):
 class FlashQLABackend:
     """Imitate the backend by which FLA calls FlashQLA."""
 
+    env_var = "FLA_FLASH_QLA"
     default_enable = True
     forced = False
 
     def is_enabled(self):
         return self.forced or self.default_enable
+
+
+class FlashKDABackend(FlashQLABackend):
+    """Imitate the backend by which FLA calls FlashKDA."""
+
+    env_var = "FLA_FLASH_KDA"
 
 
 class FlashQLA:
@@ -231,6 +245,37 @@ class FlashQLA:
             use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, state_v_first=state_v_first,
             cu_seqlens=cu_seqlens,
         )  # fmt: skip
+
+
+class FlashKDA:
+    """Imitate FlashKDA 0.0.1 of commit 1ce47ea: outputs in the caller's memory, states V first."""
+
+    PATHS = {"fwd": "flash_kda/__init__.py"}
+
+    @staticmethod
+    def fwd(
+        q, k, v, g, beta, scale, out, A_log, dt_bias, lower_bound, initial_state=None, final_state=None,
+        cu_seqlens=None,
+    ):  # fmt: skip
+        narrow, wide = (q, k, v, g, beta, out), (A_log, dt_bias)
+        assert all(x.is_contiguous() and x.dtype == torch.bfloat16 for x in narrow)
+        assert all(x.is_contiguous() and x.dtype == torch.float32 for x in wide)
+        (B, T, H, K), states = q.shape, [x for x in (initial_state, final_state) if x is not None]
+        assert K == 128 and all(x.shape == q.shape for x in (k, v, g, out)) and beta.shape == (B, T, H)
+        assert A_log.shape == (H,) and dt_bias.shape == (H, K) and -5 <= lower_bound <= 0
+        assert cu_seqlens is None or (B == 1 and cu_seqlens.dtype == torch.int64)
+        N = B if cu_seqlens is None else len(cu_seqlens) - 1
+        assert all(x.shape == (N, H, K, K) and x.is_contiguous() for x in states)
+        assert {x.dtype for x in states} in ({torch.bfloat16}, {torch.float32}, set())
+        o, final = gdn.chunk_gated_delta_rule(
+            q, k, v, g, beta, scale=float(scale), initial_state=initial_state, output_final_state=True,
+            use_qk_l2norm_in_kernel=True, use_gate_in_kernel=True, A_log=A_log, dt_bias=dt_bias,
+            lower_bound=lower_bound, use_beta_sigmoid_in_kernel=True, state_v_first=True,
+            cu_seqlens=cu_seqlens,
+        )  # fmt: skip
+        out.copy_(o)
+        if final_state is not None:
+            final_state.copy_(final)
 
 
 class FlashInfer:
@@ -361,6 +406,7 @@ def modules() -> dict[str, ModuleType]:
     """Return the modules that `import` should find, by dotted name."""
     holders = {
         "fla": None, "fla.ops": None, "fla.ops.gated_delta_rule": FLA, "flash_qla": FlashQLA,
+        "flash_kda": FlashKDA, "fla.ops.kda.backends": None,
         "fla.ops.kda": FLAChannels,
         "fla.ops.gated_delta_rule.backends": None, "flashinfer": None, "flashinfer.gdn_prefill": FlashInfer,
         "flashinfer.gdn_decode": FlashInfer, "flashinfer.gdn_kernels": None,
@@ -377,7 +423,10 @@ def modules() -> dict[str, ModuleType]:
             setattr(found[name], function, getattr(holder, function))
     found["fla.layers"] = ModuleType("fla.layers")
     found["fla.layers"].GatedDeltaNet = FLALayer
-    switch = ModuleType("switch")
-    switch.FlashQLABackend = type("FlashQLABackend", (FlashQLABackend,), {})
-    found["fla.ops.gated_delta_rule.backends.flash_qla"] = switch
+    for rule, file, backend in (
+        ("gated_delta_rule", "flash_qla", FlashQLABackend), ("kda", "flash_kda", FlashKDABackend)
+    ):  # fmt: skip
+        switch = found[f"fla.ops.{rule}.backends.{file}"] = ModuleType("switch")
+        # a class of its own, as the provider changes it
+        setattr(switch, backend.__name__, type(backend.__name__, (backend,), {}))
     return found

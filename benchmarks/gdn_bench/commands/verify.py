@@ -54,7 +54,9 @@ class VerifyOptions:
     ] = None
     names: Annotated[
         str | None,
-        typer.Option("--providers", help="gdn, gdn:BACKEND, fla, flash_qla, flashinfer, transformers."),
+        typer.Option(
+            "--providers", help="gdn, gdn:BACKEND, fla, flash_qla, flash_kda, flashinfer, transformers."
+        ),
     ] = None
     dtype: Annotated[list[str] | None, typer.Option(help=f"One of {', '.join(DTYPES)}; may be repeated.")] = (
         None

@@ -32,6 +32,14 @@ VARIANTS: dict[str, dict[str, object]] = {
     "kda": {"gate": "bounded", **CHANNELS},
     "kda-slow": {"gate": "slow", **CHANNELS},
     "kda-rates": {"gate": "rates", **CHANNELS},
+    # the same as a model's layer has it: raw logits of both gates in bf16, and a lower bound of -5
+    "kda-gated": {
+        "gate": "bounded",
+        "raw_gate": "lower_bound",
+        "beta": "sigmoid",
+        "has_narrow_gates": True,
+        **CHANNELS,
+    },
 }
 
 # H/HV of the Qwen3.5 family, whole or divided among GPUs, and an HV for every ratio
@@ -65,6 +73,8 @@ TRAINING = (
     *TRAIN, "16/64 4x8192", "16/16 8x4096", "2/8 1x32768", "2/8 8x4096", "4/8 1x8192", "16/32 8x1024",
     "16/32 64x128",
 )  # fmt: skip
+# one value head per key head, as models with a decay per key channel have them
+KDA = ("32/32 1x8192", "64/64 4x4096", "16/16 8x2048", "32/32 long ladder", "32/32 short ladder")
 NAMED = LADDERS | BATCHED | SHORT_PROMPTS
 SETS: dict[str, tuple[str, ...]] = {
     "table": TABLE,
@@ -75,6 +85,7 @@ SETS: dict[str, tuple[str, ...]] = {
     "short": tuple(f"{heads} {sequences}" for sequences in SHORT for heads in ("16/32", "2/8", "16/64")),
     "training": TRAINING,
     "pto": PTO_GVA,
+    "kda": KDA,
 }
 SETS["all"] = tuple(dict.fromkeys(name for names in SETS.values() for name in names))
 

@@ -36,9 +36,9 @@ class Workload:
         if self.job == "int16":
             # the same with the scales, four bytes for each column
             return Cost(2 * (2 * state + 4 * state // K), 0)
-        # per token and value head: v, o in two bytes, g and beta in four; q and k once per key head
+        # per token and value head: v, o in two bytes, g and beta in four or two; q and k once per key head
         tokens, group = L.B * L.T * HV, HV / H
-        gates = 4 + 4 * (K if self.case.is_per_channel else 1)
+        gates = (2 if self.case.has_narrow_gates else 4) * (1 + (K if self.case.is_per_channel else 1))
         forward = Cost(
             tokens * (4 * V + gates + 4 * K / group) + 8 * state, tokens * (4 * CHUNK * (K + V) + 6 * K * V)
         )

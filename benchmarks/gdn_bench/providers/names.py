@@ -16,6 +16,7 @@ class Peer:
 PEERS = {
     "fla": Peer("FLA", "fla", "fla", "flash-linear-attention"),
     "flash_qla": Peer("FlashQLA", "qla", "flash_qla", "flash-qla"),
+    "flash_kda": Peer("FlashKDA", "kda", "flash_kda", "flash-kda"),
     "flashinfer": Peer("FlashInfer", "fi", "flashinfer", "flashinfer-python"),
     "transformers": Peer("Transformers", "hf", "transformers", "transformers"),
 }

@@ -2,6 +2,8 @@
 
 FLA         int32 offsets, states K first; decode reads states of its own and leaves new ones in new memory
 FlashQLA    int32 offsets; gates are computed by torch operators where the problem holds raw logits
+FlashKDA    int64 offsets, states V first, memory for its outputs; normalises q and k and activates raw logits
+            in bf16 itself, g with a lower bound
 FlashInfer  tokens without a batch axis, int64 offsets and the longest length, decay as exp(g), gates in
             fp32, states V first; decode writes the caller's pool, from 16-bit logits and fp32 parameters;
             prompts read and write it by `state_indices` where the version has that argument;
@@ -16,6 +18,7 @@ logits, which is part of the job.
 """
 
 import inspect
+import math
 from itertools import pairwise
 from typing import Any
 
@@ -23,32 +26,46 @@ import torch
 from torch import Tensor
 
 from gdn_bench.providers import fallback
+from gdn_bench.providers.arguments import (
+    activate_gates,
+    convert_offsets,
+    require_half,
+    require_heads,
+    require_tensors,
+)
+from gdn_bench.providers.flash_kda import flash_kda as flash_kda
 from gdn_bench.providers.provider import TOKENS, Bind, Bound, Options, Provider, Tensors
 
 
 def fla() -> Provider:
-    """Return flash-linear-attention with its forwarding to FlashQLA switched off."""
+    """Return flash-linear-attention with its forwarding to FlashQLA and FlashKDA switched off."""
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
     from fla.ops.gated_delta_rule.backends.flash_qla import FlashQLABackend
     from fla.ops.kda import chunk_kda
+    from fla.ops.kda.backends.flash_kda import FlashKDABackend
 
-    FlashQLABackend.default_enable = False
-    if FlashQLABackend().is_enabled():
-        raise RuntimeError("expected FLA_FLASH_QLA unset or 0, got a value that makes FLA call FlashQLA")
+    for backend in (FlashQLABackend, FlashKDABackend):
+        backend.default_enable = False
+        if backend().is_enabled():
+            reason = "got a value that makes FLA call another library"
+            raise RuntimeError(f"expected {backend.env_var} unset or 0, {reason}")
 
     def chunk(tensors: Tensors, options: Options) -> Bound:
-        q, k, v, g, beta = _required(tensors, "q", "k", "v", "g", "beta")
+        q, k, v, g, beta = require_tensors(tensors, "q", "k", "v", "g", "beta")
         flags = {name: x for name, x in options.items() if name not in ("exact", "batch_invariant")}
         rest = {name: tensors.get(name) for name in ("initial_state", "A_log", "dt_bias")}
-        offsets, rule = _offsets(tensors, torch.int32), chunk_gated_delta_rule
+        offsets, rule = convert_offsets(tensors, torch.int32), chunk_gated_delta_rule
         if g.dim() == 4:
             # its faster kernels are right for gates of at least -5 only; where that is known they are used
-            flags["safe_gate"] = bool((g.detach() >= -5).all())
+            is_raw, bound = options["use_gate_in_kernel"], options.get("lower_bound", -math.inf)
+            flags["safe_gate"] = -5 <= bound < 0 if is_raw else bool((g.detach() >= -5).all())
+            # it has dt_bias as [HV K]
+            rest |= {x: tensors[x].float().flatten() for x in ("A_log", "dt_bias") if x in tensors}
             rule = chunk_kda
         return Bound(lambda: rule(q, k, v, g, beta, cu_seqlens=offsets, **rest, **flags))
 
     def decode(tensors: Tensors, options: Options) -> Bound:
-        _require_heads(tensors)
+        require_heads(tensors)
         pool = tensors["pool"]
         if pool.dtype != torch.float32:
             raise NotImplementedError("fla: returns its states in fp32 only")
@@ -72,15 +89,15 @@ def flash_qla() -> Provider:
     from flash_qla import chunk_gated_delta_rule
 
     def chunk(tensors: Tensors, options: Options) -> Bound:
-        _require_heads(tensors)
-        q, k, v = _required(tensors, "q", "k", "v")
-        _require_half(q, v)
+        require_heads(tensors)
+        q, k, v = require_tensors(tensors, "q", "k", "v")
+        require_half(q, v)
         names = ("scale", "output_final_state", "use_qk_l2norm_in_kernel", "state_v_first")
         flags = {name: options[name] for name in names}
-        offsets, state = _offsets(tensors, torch.int32), tensors.get("initial_state")
+        offsets, state = convert_offsets(tensors, torch.int32), tensors.get("initial_state")
 
         def run() -> Any:
-            g, beta = _activated(tensors, options)
+            g, beta = activate_gates(tensors, options)
             return chunk_gated_delta_rule(q, k, v, g, beta, initial_state=state, cu_seqlens=offsets, **flags)
 
         return Bound(run)
@@ -129,10 +146,10 @@ def flashinfer() -> Provider:
 
 def _flashinfer_chunk(chunk_gated_delta_rule: Any) -> Bind:
     def chunk(tensors: Tensors, options: Options) -> Bound:
-        _require_heads(tensors)
-        q, k, v = _required(tensors, "q", "k", "v")
-        _require_half(q, v)
-        offsets = _offsets(tensors, torch.int64)
+        require_heads(tensors)
+        q, k, v = require_tensors(tensors, "q", "k", "v")
+        require_half(q, v)
+        offsets = convert_offsets(tensors, torch.int64)
         if offsets is None:
             offsets = q.shape[1] * torch.arange(q.shape[0] + 1, device=q.device)
         is_raw = options["use_gate_in_kernel"] or options["use_beta_sigmoid_in_kernel"]
@@ -150,7 +167,7 @@ def _flashinfer_chunk(chunk_gated_delta_rule: Any) -> Bind:
         }
 
         def linear() -> tuple[Tensor, Tensor]:
-            g, beta = _activated(tensors, options)
+            g, beta = activate_gates(tensors, options)
             return g.float().exp().flatten(0, 1), beta.float().flatten(0, 1)
 
         ready = None if is_raw else linear()
@@ -188,8 +205,8 @@ def _flashinfer_prompts(chunk_gated_delta_rule: Any) -> Bind:
 
 def _flashinfer_pool(tensors: Tensors, options: Options) -> dict[str, Any]:
     """Return the arguments of FlashInfer's decode and multi-token functions."""
-    _require_heads(tensors)
-    q, k, v, a, b = _required(tensors, "q", "k", "v", "g", "beta")
+    require_heads(tensors)
+    q, k, v, a, b = require_tensors(tensors, "q", "k", "v", "g", "beta")
     if not options["state_v_first"]:
         raise NotImplementedError("flashinfer: decodes on pools with V first only")
     return {
@@ -269,7 +286,7 @@ def _flashinfer_kernel(tensors: Tensors, options: Options) -> dict[str, Any]:
 
 def _flashinfer_replay(tensors: Tensors, options: Options) -> Bound:
     """Bind FlashInfer's replay; its ring is filled by the tokens before the packet, packet by packet."""
-    pool, k, v = _required(tensors, "pool", "k", "v")
+    pool, k, v = require_tensors(tensors, "pool", "k", "v")
     if pool.dtype != torch.bfloat16:
         raise NotImplementedError("flashinfer: replays on bf16 pools only, before Blackwell")
     from flashinfer.gdn_kernels.gdn_decode_bf16_wy_ucache import gated_delta_rule_mtp_ucache
@@ -295,11 +312,11 @@ def transformers() -> Provider:
 
     def arranged(tensors: Tensors, options: Options) -> list[Tensor]:
         """Return q, k, v and gates as its layer passes them, a key head to each value head."""
-        q, k, v = _required(tensors, "q", "k", "v")
+        q, k, v = require_tensors(tensors, "q", "k", "v")
         if options["scale"] is not None:
             raise NotImplementedError("transformers: has no scale but its own")
         group = v.shape[2] // q.shape[2]
-        return [*(x.repeat_interleave(group, dim=2) for x in (q, k)), v, *_activated(tensors, options)]
+        return [*(x.repeat_interleave(group, dim=2) for x in (q, k)), v, *activate_gates(tensors, options)]
 
     def chunk(tensors: Tensors, options: Options) -> Bound:
         flags = {
@@ -336,7 +353,7 @@ def transformers() -> Provider:
         return Bound(run)
 
     def decode(tensors: Tensors, options: Options) -> Bound:
-        _require_heads(tensors)
+        require_heads(tensors)
         pool, index = tensors["pool"], tensors["read_index"].long()
 
         def run() -> Tensor:
@@ -356,37 +373,3 @@ def transformers() -> Provider:
 
 def _length(ends: tuple[int, int]) -> int:
     return ends[1] - ends[0]
-
-
-def _require_heads(tensors: Tensors) -> None:
-    if "g" in tensors and tensors["g"].dim() == 4:
-        raise NotImplementedError("supports a decay per head only")
-
-
-def _required(tensors: Tensors, *names: str) -> list[Tensor]:
-    missing = [name for name in names if name not in tensors]
-    if missing:
-        raise NotImplementedError(f"needs {', '.join(missing)}")
-    return [tensors[name] for name in names]
-
-
-def _require_half(q: Tensor, v: Tensor) -> None:
-    if q.dtype not in (torch.bfloat16, torch.float16) or (q.shape[3], v.shape[3]) != (128, 128):
-        raise NotImplementedError("supports bf16 and fp16 with K = V = 128 only")
-
-
-def _offsets(tensors: Tensors, dtype: torch.dtype) -> Tensor | None:
-    """Return cu_seqlens in a dtype: the same object if it has it, since peers cache by identity."""
-    offsets = tensors.get("cu_seqlens")
-    return None if offsets is None else offsets.to(dtype)
-
-
-def _activated(tensors: Tensors, options: Options) -> tuple[Tensor, Tensor]:
-    """Return log decay and beta, from raw logits by PyTorch operators if the options say so."""
-    g, beta = _required(tensors, "g", "beta")
-    if options["use_gate_in_kernel"]:
-        a = g.float() if tensors.get("dt_bias") is None else g.float() + tensors["dt_bias"]
-        g = -tensors["A_log"].exp() * torch.nn.functional.softplus(a)
-    if options["use_beta_sigmoid_in_kernel"]:
-        beta = beta.float().sigmoid() * (2 if options["allow_neg_eigval"] else 1)
-    return g, beta

@@ -21,6 +21,7 @@ LOOKS: Mapping[str, tuple[str, str, str]] = {
     "gdn": ("#0072b2", "o", "-"),
     "fla": ("#d55e00", "^", "--"),
     "flash_qla": ("#009e73", "s", "-."),
+    "flash_kda": ("#e69f00", "P", (0, (3, 1, 1, 1, 1, 1))),  # type: ignore[dict-item]
     "flashinfer": ("#cc79a7", "D", ":"),
     "transformers": ("#7f7f7f", "v", (0, (5, 1))),  # type: ignore[dict-item]
 }

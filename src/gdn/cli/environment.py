@@ -29,8 +29,8 @@ def versions() -> dict[str, str]:
     if own := getattr(gdn, "__version__", None):
         versions_of["gdn"] = own
     for name in (
-        "torch", "triton", "transformers", "flash-linear-attention", "flash-qla", "tilelang",
-        "flashinfer-python", "nvidia-cutlass-dsl",
+        "torch", "triton", "transformers", "flash-linear-attention", "flash-qla", "flash-kda",
+        "tilelang", "flashinfer-python", "nvidia-cutlass-dsl",
     ):  # fmt: skip
         try:
             versions_of[name] = metadata.version(name)
