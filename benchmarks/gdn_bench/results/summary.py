@@ -12,6 +12,8 @@ JOBS = {
     "prefill:slow": "prefill, slowly decaying gates",
     "prefill:pool": "prefill on an engine's pool of states",
     "train": "train: forward and backward",
+    "train:gated": "train, gates and l2norm in the kernel",
+    "train:slow": "train, slowly decaying gates",
     "decode": "decode: one token",
     "spec": "speculation: 4 or 16 tokens",
     "stages": "each stage alone; all fused",
