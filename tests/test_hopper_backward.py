@@ -18,7 +18,9 @@ from kit import gluon_simulator
 from kit.hopper import Simulated, error, reference, simulated
 
 from gdn.backends.hopper import BACKEND, cost
-from gdn.backends.hopper.backward import plan
+from gdn.backends.hopper.backward import plan, segments
+from gdn.backends.hopper.backward.cost import Segmentation
+from gdn.backends.hopper.cost import Cut
 from gdn.backends.triton.launch import PlanCache
 from gdn.backends.triton.rule import run as chunked
 
@@ -42,7 +44,7 @@ CASES = {
     "gate without a bias": replace(BASE, lengths=rows(192), raw_gate="no_bias", has_narrow_gates=True),
     "identical keys": replace(BASE, lengths=rows(65), heads=(1, 4), keys="identical", gate="none"),
 }  # fmt: skip
-# at K = V = 64 the saved A_inv and states are fp32, and a CTA of the scan has one consumer
+# at K = V = 64 the states, and A_inv of Triton's forward, are fp32, and a CTA of the scan has one consumer
 FEW_KEYS = {name: replace(case, sizes=(64, 64)) for name, case in CASES.items()}
 # relative RMS error of q, k, v and the states, and of the gates
 LIMITS = {"random": (8e-3, 6e-3), "correlated": (2e-2, 2e-2), "identical": (6e-2, 6e-2)}
@@ -135,6 +137,30 @@ def test_gradients_of_few_keys(name):
     """At K = V = 64 gradients of every option match the reference."""
     given = inputs(FEW_KEYS[name], torch.bfloat16)
     check(given, FEW_KEYS[name], given.do, None if FEW_KEYS[name].state == "none" else given.dfinal_state)
+
+
+@pytest.mark.parametrize("is_cut", [False, True])
+def test_both_forms_of_a_saved_inverse_have_the_same_bits(monkeypatch, is_cut):
+    """At K = V = 64 the kernels load split bf16 A_inv, as Hopper's forward saves it, or its sum in fp32."""
+    if is_cut:
+        monkeypatch.setattr(segments, "Launch", Simulated)
+        monkeypatch.setattr(plan, "schedule_of", lambda p: (1, Segmentation(Cut(1, 9, 1), 1, 1)))
+    given = inputs(FEW_KEYS["packed, l2norm"], torch.bfloat16)
+    problem = parse(**given.tensors, **given.options, backend="triton")
+    saved = chunked.chunk_forward(problem, True)[2]
+    hi = saved.A_inv.bfloat16()
+    parts = torch.stack([hi, (saved.A_inv - hi).bfloat16()], 2)
+    # what hi and lo of the kernels' own split differ from: lo is half of hi's last digit
+    total = parts.float().sum(2)
+    assert ((total.view(torch.int32) & 0xFFFF) == 0x8000).any()
+    found = [replace(saved, A_inv=x) for x in (parts, total)]
+    # a plan prepares the launches of its first call
+    first, second = (plan.plan_of(problem, x, given.do, given.dfinal_state) for x in found)
+    assert first is not second
+    for backward in (plan, chunked):
+        first, second = (backward.chunk_backward(problem, x, given.do, given.dfinal_state) for x in found)
+        for name, x, y in zip(NAMES, first, second, strict=True):
+            assert (x is None) == (y is None) and (x is None or torch.equal(x, y)), name
 
 
 def test_dg_of_identical_keys():

@@ -1,5 +1,6 @@
 """Check what the Hopper backend supports, what it copies, and what it compiles ahead."""
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -188,7 +189,10 @@ def test_other_backends_are_compiled_ahead(monkeypatch, named, save):
 @pytest.mark.parametrize("name", ("packed", "few keys"))
 @pytest.mark.parametrize("named", (None, "triton", "hopper"))
 def test_other_backwards_are_compiled_ahead(monkeypatch, named, name):
-    """A small backward of a kind is Triton's, and a large one not: the first of either compiles both."""
+    """A small backward of a kind is Triton's, and a large one not: the first of either compiles both.
+
+    So do both forms of A_inv at K = V = 64: the forward, too, may be Triton's or Hopper's.
+    """
     jobs = {}
 
     def ahead(device, kind, steps):
@@ -203,13 +207,22 @@ def test_other_backwards_are_compiled_ahead(monkeypatch, named, name):
         saved = chunked.chunk_forward(problem, True)[2]
         for module in (chunked, plan):
             monkeypatch.setattr(module, "compile_ahead", ahead)
-        launched = {}
-        for name, run in (("backward", chunked.chunk_backward), ("hopper backward", plan.chunk_backward)):
+        backwards = {"backward": chunked.chunk_backward, "hopper backward": plan.chunk_backward}
+        forms = {"": saved}
+        if problem.K == 64:
+            parts = torch.stack([saved.A_inv, saved.A_inv], 2).bfloat16()
+            forms["split, "] = replace(saved, A_inv=parts)
+        launched, compiled = {}, {}
+        for form, (kind, run) in itertools.product(forms, backwards.items()):
             launches.clear()
-            run(problem, saved, given.do, given.dfinal_state)
-            launched[name] = set(jobs_of(launches, "cuda:90"))
-    for name, other in (("backward", "hopper backward"), ("hopper backward", "backward")):
-        assert launched[name] <= jobs[name] and (launched[other] <= jobs[name]) == (named is None)
+            jobs.clear()
+            run(problem, forms[form], given.do, given.dfinal_state)
+            launched[form + kind] = set(jobs_of(launches, "cuda:90"))
+            (compiled[form + kind],) = jobs.values()
+    for name, other in itertools.permutations(launched, 2):
+        # both backwards, and in Hopper's both forms; Triton's joins the parts
+        is_known = named is None or launched[other] <= launched[name]
+        assert launched[name] <= compiled[name] and (launched[other] <= compiled[name]) == is_known
 
 
 @pytest.mark.skipif(INTERPRETED, reason="expected kernels to be compiled")

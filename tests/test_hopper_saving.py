@@ -7,7 +7,7 @@ import torch
 from conftest import HAS_TRITON
 
 from gdn.problem import parse
-from gdn.testing import inputs, packed, rows
+from gdn.testing import inputs, packed, poison_memory, rows
 
 if not HAS_TRITON:
     pytest.skip("expected Triton", allow_module_level=True)
@@ -58,3 +58,15 @@ def test_saving_on_the_fast_path(monkeypatch, name):
         assert not torch.equal(saved.S_in, general.S_in)
     else:
         assert torch.equal(fast_o, general_o) and torch.equal(fast_S, general_S)
+
+
+def test_unused_chunks_of_split_inverses_are_zero(monkeypatch):
+    """At K = V = 64 both parts of A_inv are zero in chunks of no sequence, which an operator returns."""
+    simulate_launches(monkeypatch)
+    given = inputs(replace(BASE, sizes=(64, 64), lengths=packed(70, 0, 33, tail=3)), torch.bfloat16)
+    problem = parse(**given.tensors, **given.options, backend="triton")
+    with poison_memory():
+        saved = rule.chunk_forward(problem, True)[2]
+    used = saved.A_inv[:3]
+    assert saved.A_inv.shape == (problem.num_chunks, 2, 2, 64, 64) and problem.num_chunks > 3
+    assert not saved.A_inv[3:].any() and used.isfinite().all() and used[:, :, 1].any()

@@ -144,7 +144,8 @@ class Descriptor:
 
     def __init__(self, x: torch.Tensor, block: list[int]) -> None:
         self.x, self.block, self.layout, self.dtype = x, block, "layout", x.dtype
-        self.block_type = types.SimpleNamespace(nbytes=torch.Size(block).numel() * x.element_size())
+        size = torch.Size(block).numel() * x.element_size()
+        self.block_type = types.SimpleNamespace(shape=block, nbytes=size)
 
     def both(self, corner: list[Any], tile: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the part of the tensor that a block at a corner covers, and that part of the block."""

@@ -481,13 +481,14 @@ def hopper_between_ranks(case: Case) -> Callable[[], Any]:
     return call
 
 
-def zero_saved(problem: Problem) -> Any:
-    """Return saved tensors without the forward, whose kernels other specimens launch."""
+def zero_saved(problem: Problem, backend: str = "triton") -> Any:
+    """Return saved tensors of a backend without its forward, whose kernels other specimens launch."""
     from gdn.backends import Saved
-    from gdn.backends.triton.rule.describe import saves
+    from gdn.backends.select import load
 
+    shapes = load(backend).saves(problem)
     return Saved(
-        *(None if x is None else torch.zeros(x[0], dtype=x[1], device=problem.device) for x in saves(problem))
+        *(None if x is None else torch.zeros(x[0], dtype=x[1], device=problem.device) for x in shapes)
     )
 
 
@@ -567,8 +568,8 @@ def hopper_backward(case: Case, has_scan: bool = True) -> Callable[[], Any]:
     return call
 
 
-def hopper_backward_of_few_heads(case: Case) -> Callable[[], Any]:
-    """Make the reverse scan in segments, by CTAs of one consumer and of two."""
+def hopper_backward_of_few_heads(case: Case, forward: str = "hopper") -> Callable[[], Any]:
+    """Make the reverse scan in segments after a backend's forward, by CTAs of one consumer and of two."""
     given = inputs(case, BF16, device=torch.get_default_device())
     problem = parse(**given.tensors, **given.options, backend="hopper")
 
@@ -577,7 +578,7 @@ def hopper_backward_of_few_heads(case: Case) -> Callable[[], Any]:
         from gdn.backends.hopper.backward.cost import Segmentation
         from gdn.backends.hopper.cost import Cut
 
-        saved = zero_saved(problem)
+        saved = zero_saved(problem, forward)
         cut = Cut(1, 9, 1)
         for consumers in range(1, problem.V // 64 + 1):
             schedule = consumers, Segmentation(cut, consumers, consumers)
@@ -726,6 +727,11 @@ OTHERS = {
     "hopper 64 backward": (
         hopper_backward_of_few_heads,
         (Case(sizes=(64, 64), heads=(2, 4), lengths=LADDER, **ALL),),
+        TUNED,
+    ),
+    "hopper 64 backward after triton": (
+        hopper_backward_of_few_heads,
+        (Case(sizes=(64, 64), heads=(2, 4), lengths=LADDER, **ALL), "triton"),
         TUNED,
     ),
     "hopper backward in slabs": (

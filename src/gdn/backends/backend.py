@@ -26,7 +26,7 @@ class Saved:
     """
 
     G: GSum | None = None
-    A_inv: ChunkInverse | None = None  # or A_inv - 1, rounding errors on the diagonal: see its backend
+    A_inv: ChunkInverse | None = None  # or A_inv - 1, or split bf16 [NC, HV, 2, C, C]: see its backend
     S_in: ChunkStates | None = None  # [K, V] in either layout of the caller
     v_new: ChunkValues | None = None  # A_inv (beta v) - A_inv (beta e^G k) S_in; zero past the chunk's end
     q_rstd: InverseNorm | None = None  # with l2norm in the kernel
@@ -35,6 +35,11 @@ class Saved:
 
     def __iter__(self) -> Iterator[Tensor | None]:
         return iter((self.G, self.A_inv, self.S_in, self.v_new, self.q_rstd, self.k_rstd, self.factors))
+
+    @property
+    def has_split_inverse(self) -> bool:
+        """Return True if A_inv is split bf16: the sum over axis 2, in fp32, is the matrix."""
+        return self.A_inv is not None and self.A_inv.dim() == 5
 
 
 @dataclass(frozen=True)

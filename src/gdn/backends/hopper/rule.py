@@ -173,11 +173,7 @@ def recompute_saved(problem: Problem, saved: Saved) -> Saved:
 
 def for_backward(problem: Problem, saved: Saved) -> Saved:
     """Return the saved tensors of a forward as every backward reads them."""
-    A_inv = saved.A_inv
-    # K = 64: `triton`'s backward reads A_inv in fp32, not as split bf16
-    if A_inv is not None and A_inv.dim() > 4:
-        saved = replace(saved, A_inv=A_inv.sum(2, dtype=torch.float32))
-    if A_inv is not None:
+    if saved.A_inv is not None:
         zero_unused_tiles(problem, saved)
     return saved
 
@@ -198,7 +194,7 @@ def forward(
         new = with_pool(allocate(p.device, plan.specs), pool)
         plan.run([*p.tensors(), *new, *(NO_POOL[0] if pool is None else pool.tensors)])
     o, final, saved = results(new, kept)
-    # at K = 64 the backward gets A_inv in another form, and `recompute_saved` runs the whole forward again
+    # at K = 64 `recompute_saved` runs the whole forward again
     if p.recompute and kept is not None:
         assert new[1] is not None
         # without the entries of tokens that belong to no sequence
@@ -215,13 +211,18 @@ def plan_of(p: Problem, kept: torch.dtype | None, pool: StatePool | None = None)
 
 
 def saves(problem: Problem) -> tuple[Shape | None, ...]:
-    """Implement `Backend.saves`: as `triton`, but for the factors that `recompute_saved` reads."""
+    """Implement `Backend.saves`: as `triton`, but for split A_inv and what `recompute_saved` reads."""
     shapes = rules.saves(problem)
-    if not problem.recompute or problem.q.numel() == 0 or problem.N == 0:
+    if problem.q.numel() == 0 or problem.N == 0:
         return shapes
-    if problem.K != 2 * STRIP:
+    tiles = (problem.num_chunks, problem.HV)
+    if problem.recompute and problem.K == STRIP:
         return (None,) * len(shapes)
-    return (*shapes[:-1], ((problem.num_chunks, problem.HV, NUM_ROWS.value, CHUNK), torch.float32))
+    if problem.recompute:
+        return (*shapes[:-1], ((*tiles, NUM_ROWS.value, CHUNK), torch.float32))
+    if problem.K == STRIP:
+        return (shapes[0], ((*tiles, 2, CHUNK, CHUNK), problem.q.dtype), *shapes[2:])
+    return shapes
 
 
 def with_pool(new: list[Tensor | None], pool: StatePool | None) -> list[Tensor | None]:

@@ -23,6 +23,7 @@ from torch import Tensor
 from gdn.backends.backend import Borders, FinishBackward, Gradients, Kept, Saved
 from gdn.backends.borders import row_index, saved_of
 from gdn.backends.hopper.backward import plan as backward
+from gdn.backends.hopper.backward.saved import inverse_dtype
 from gdn.backends.hopper.backward.segments import plan_transfer
 from gdn.backends.hopper.borders import rank_cuts
 from gdn.backends.hopper.descriptors import align
@@ -62,7 +63,10 @@ def backward_begin(
     # rows whose last segment starts from the caller's gradient
     final = () if cut is None or dS is None else tuple(set(range(len(rows))) - set(borders.leaving))
     with device_guard(p.device):
-        key = (problem_key(p), do.stride(), None if cut is None else (cut, borders.entering, final))
+        key = (
+            problem_key(p), do.stride(), inverse_dtype(saved),
+            None if cut is None else (cut, borders.entering, final),
+        )  # fmt: skip
         plan = _plans.get(key, lambda: _plan(p, saved, do, ends, cut, borders, final))
         new, late = allocate(p.device, plan.backward.specs), allocate(p.device, plan.backward.late)
         given = [*p.tensors(), *saved, do, ends, *late, *new]

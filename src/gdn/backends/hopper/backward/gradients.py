@@ -8,7 +8,7 @@ the reverse state scan stores it, or dr = dv / beta as Triton's does (GIVEN_DR);
 
 HBM bytes per token and value head at K = V = 128 in bf16, HV = 2 H: q, k, dq, dk 512, v, do, dv 768, S and dS
 1024, A_inv 128, factors 32, gate terms 20: 2484; 256 more with GIVEN_DR. MMAs of 64 x 64 x 128: 22 per tile.
-At K = V = 64: q, k, dq, dk 256, v, do, dv 384, S and A_inv in fp32 512, dS 128, factors 32, gate terms 20:
+At K = V = 64: q, k, dq, dk 256, v, do, dv 384, S in fp32 and A_inv 512, dS 128, factors 32, gate terms 20:
 1332. MMAs of 64 x 64 x 64: 22 per tile.
 """
 
@@ -36,8 +36,8 @@ def gradients_kernel(
     # Warps: 4 for values (v_new, E, F), 4 for rows (dq, dk), 1 producer.
     # Shared memory: two stages of strips (64 columns of S, dS, v, do, dv), of heads (factors) and of k;
     # one A_inv and q; split operands, ones; w, E and F from the value to the row warpgroup.
-    # K = V = 64: the row warpgroup splits S in shared memory (S_full, 1 arrival), the value warpgroup
-    # A_inv in registers.
+    # K = V = 64: the row warpgroup splits S in shared memory (S_full, 1 arrival), the value warpgroup A_inv,
+    # which it alone reads: fp32 in registers, split bf16 in shared memory.
     # mbarriers: full, head_full, A_full, k_full, q_full, 1 arrival by the producer and its TMA bytes; empty,
     # head_empty, k_empty, q_empty, 2, by both warpgroups; A_empty, w_full, pairs_full, 1, by the value
     # warpgroup; w_empty, pairs_empty, 1, by the row warpgroup.
@@ -52,7 +52,7 @@ def gradients_kernel(
         d=gl.allocate_shared_memory(gl.bfloat16, [STAGES, 1, C, 1, STRIP], q_d.layout),
         S=gl.allocate_shared_memory(S_d.dtype, [STAGES, D, STRIP], S_d.layout),
         dS=gl.allocate_shared_memory(gl.bfloat16, [STAGES, D, STRIP], BF16_TILE),
-        A_inv=gl.allocate_shared_memory(A_inv_d.dtype, [1, C, C], A_inv_d.layout),
+        A_inv=gl.allocate_shared_memory(A_inv_d.dtype, [1, A_inv_d.block_type.shape[0], C], A_inv_d.layout),
         boxes=boxes,
         factors=recast(boxes, gl.float32, [STAGES * ROWS, 1, C], factors_d.layout),
         parts=gl.allocate_shared_memory(gl.bfloat16, [2, C, STRIP], BF16_TILE),

@@ -5,7 +5,7 @@ from triton.experimental.gluon import language as gl
 from gdn.backends.hopper.backward.factors import ROWS
 from gdn.backends.hopper.backward.shared import place_of, split_rows, wait_empty
 from gdn.backends.hopper.factors import C
-from gdn.backends.hopper.gluon import jit, mbarrier, tma_load
+from gdn.backends.hopper.gluon import jit, mbarrier, opaque, tma_load
 from gdn.backends.hopper.scan.scheduler import STRIP
 
 
@@ -49,7 +49,11 @@ def load_head(w, place, j, count):
             stage = wait_empty(count, w.turns.A_empty)
             ready = w.turns.A_full.index(stage)
             mbarrier.expect(ready, w.inputs.A_inv.block_type.nbytes)
-            tma_load(w.inputs.A_inv, [tile * C, 0], ready, w.tiles.A_inv.index(stage))
+            row = tile * C
+            if w.inputs.A_inv.block_type.shape[0] > C:
+                # split bf16; opaque: else the producer's 24 registers would hold this row beside `tile * C`
+                row = opaque(row) * 2
+            tma_load(w.inputs.A_inv, [row, 0], ready, w.tiles.A_inv.index(stage))
 
 
 @jit

@@ -39,6 +39,7 @@ from gdn.backends.hopper.backward.cost import (
 from gdn.backends.hopper.backward.factors import ROWS, backward_factors_kernel
 from gdn.backends.hopper.backward.gradients import gradients_kernel
 from gdn.backends.hopper.backward.memory import allocate_late
+from gdn.backends.hopper.backward.saved import can_load, describe_inverse, inverse_dtype, saved_forms
 from gdn.backends.hopper.backward.scan import reverse_scan_kernel
 from gdn.backends.hopper.cost import Cut
 from gdn.backends.hopper.descriptors import (
@@ -70,7 +71,6 @@ from gdn.backends.triton.launch import (
     device_guard,
     tensor_spec,
 )
-from gdn.backends.triton.launch.launches import ALIGNMENT
 from gdn.backends.triton.rule import build_bwd
 from gdn.backends.triton.rule import describe as rules
 from gdn.backends.triton.rule import run as chunked
@@ -130,7 +130,7 @@ class Plan:
         yield self.factors, (p.beta, saved.G, saved.q_rstd, saved.k_rstd, table, factors)
         q_d, k_d, v_d, do_d, dv_d = (_tokens(x) for x in (p.q, p.k, p.v, do, dv))
         S_d, dS_d = _states(saved.S_in), _states(dS)
-        A_inv_d = make_descriptor(saved.A_inv.view(-1, CHUNK), (CHUNK, CHUNK), state_layout(saved.A_inv))
+        A_inv_d = describe_inverse(saved.A_inv)
         factors_d = make_descriptor(factors.view(-1, CHUNK), (ROWS.value, CHUNK), FACTOR_ROWS)
         given: tuple[Any, ...] = (q_d, k_d, do_d, A_inv_d, factors_d)
         items = None
@@ -181,8 +181,8 @@ def lacks(p: Problem, saved: Saved) -> str | None:
         return "expected the reverse state scan in Gluon at K = V = 64"
     if p.q.numel() == 0 or p.N == 0:
         return "expected tokens"
-    dtype = rules.operand_dtype(p)
-    if is_complete(p, saved) and not all(_can_load(x, dtype) for x in (saved.A_inv, saved.S_in)):
+    if is_complete(p, saved) and not can_load(p, saved):
+        dtype = rules.operand_dtype(p)
         return f"expected A_inv and the states to be saved in {dtype}, contiguous and aligned for TMA"
     return None
 
@@ -191,11 +191,6 @@ def is_complete(p: Problem, saved: Saved) -> bool:
     """Return True if the forward saved all that this backward reads; else it is computed again."""
     is_saved = saved.G is not None and saved.A_inv is not None and saved.S_in is not None
     return is_saved and not chunked.lacks_norms(p, saved)
-
-
-def _can_load(x: Tensor | None, dtype: torch.dtype) -> bool:
-    """Return True if TMA can load a saved tensor: hooks on saved tensors may return any strides."""
-    return x is not None and x.dtype == dtype and x.is_contiguous() and x.data_ptr() % ALIGNMENT == 0
 
 
 def chunk_backward(problem: Problem, saved: Saved, do: Tensor | None, dfinal: Tensor | None) -> Gradients:
@@ -238,18 +233,19 @@ def plan_of(p: Problem, saved: Saved, do: Tensor, dfinal: Tensor | None, *, is_c
     schedule = (consumers_of(p), None) if is_cut else schedule_of(p) if HAS_SCAN else (2, None)
     dtype = None if dfinal is None else dfinal.dtype
     slab = slab_of(p) if before is None and not is_cut else None
-    key = (rules.problem_key(p), do.stride(), dtype, HAS_SCAN, schedule, slab)
+    form = inverse_dtype(saved)
+    key = (rules.problem_key(p), do.stride(), dtype, HAS_SCAN, schedule, slab, form)
 
     def steps() -> Iterator[Step]:
         yield from _all_steps(p, saved, do, dfinal)
-        yield from other_backward_launches(p, saved, do, dfinal, "hopper")
+        yield from other_backward_launches(p, saved_forms(p, saved)[-1], do, dfinal, "hopper")
 
     def make() -> Plan:
         if before is None:
             # with no backend named, `triton` may get a smaller backward of the kind
             is_shared = settings.backend(p.backend) is None
             sizes = rules.kind_key(p, rules.describe(p)), slab_kinds(p)
-            compile_ahead(p.device, ("hopper backward", *sizes, dtype, is_shared), steps)
+            compile_ahead(p.device, ("hopper backward", *sizes, dtype, form, is_shared), steps)
         return _plan(p, before, *schedule, slab)
 
     return _plans.get(key, make)
@@ -270,7 +266,7 @@ def launches(problem: Problem, saved: Saved, do: Tensor, dfinal: Tensor | None) 
 
 def _all_steps(p: Problem, saved: Saved, do: Tensor, dfinal: Tensor | None) -> Iterator[Step]:
     """Yield the launches of backwards of this kind at any size, on placeholders for what they write."""
-    for schedule, slab in product(_all_schedules(p), slab_kinds(p)):
+    for schedule, slab, form in product(_all_schedules(p), slab_kinds(p), saved_forms(p, saved)):
         plan = _plan(p, None, *schedule, slab)
         new = allocate_placeholders(p.device, plan.specs)
         # TMA descriptors need real strides: one tile of each tensor that has a descriptor
@@ -279,7 +275,7 @@ def _all_steps(p: Problem, saved: Saved, do: Tensor, dfinal: Tensor | None) -> I
             assert x is not None
             new[i] = allocate(p.device, [_tile_spec(x)])[0]
         late = allocate(p.device, map(_tile_spec, plan.late))
-        for launch, tensors in plan.steps(p, saved, do, dfinal, new, late):
+        for launch, tensors in plan.steps(p, form, do, dfinal, new, late):
             yield launch, tensors
             if launch.kernel is propagate_states_kernel:
                 others = ({**launch.constants, "BV": width} for width in PROPAGATE[p.K][0])

@@ -11,7 +11,7 @@ The mirror of the forward's state scan: persistent and warp-specialised, dS^T in
 
 HBM bytes per token and value head at K = V = 128 in bf16, HV = 2 H: q, k 256, do 256, A_inv 128, factors 32;
 dS 512, dv 256: 1440. MMAs of 64 x 64 x 128 per chunk and value head: 1 for P, 15 of the consumers. At K = V =
-64: q, k 128, do 128, A_inv in fp32 256, factors 32; dS 128, dv 128: 800. There the score warpgroup splits
+64: q, k 128, do 128, A_inv 256, factors 32; dS 128, dv 128: 800. There the score warpgroup splits
 A_inv, and MMAs of 64 x 64 x 64 are 1 and 11.
 """
 
@@ -83,7 +83,7 @@ def load_chunk(w, item, c, i):
         for n in gl.static_range(w.CONSUMERS):
             corner = [item.row, token, item.head, (item.strip + n) * STRIP]
             tma_load(x.do, corner, ready, w.tiles.do.index(w.CONSUMERS * stage + n))
-    tma_load(x.A_inv, [tile * C, 0], ready, w.tiles.A_inv.index(stage))
+    tma_load(x.A_inv, [tile * x.A_inv.block_type.shape[0], 0], ready, w.tiles.A_inv.index(stage))
 
 
 @jit
@@ -101,7 +101,9 @@ def run_partitions(x, out, sequences, V_FIRST: gl.constexpr, CONSUMERS: gl.const
         q=gl.allocate_shared_memory(gl.bfloat16, [STAGES, 1, C, 1, D], x.q.layout),
         k=gl.allocate_shared_memory(gl.bfloat16, [STAGES, 1, C, 1, D], x.q.layout),
         do=gl.allocate_shared_memory(gl.bfloat16, [CONSUMERS * STAGES, 1, C, 1, STRIP], x.q.layout),
-        A_inv=gl.allocate_shared_memory(x.A_inv.dtype, [STAGES, C, C], x.A_inv.layout),
+        A_inv=gl.allocate_shared_memory(
+            x.A_inv.dtype, [STAGES, x.A_inv.block_type.shape[0], C], x.A_inv.layout
+        ),
         boxes=boxes,
         factors=recast(boxes, gl.float32, [STAGES * ROWS, 1, C], x.factors.layout),
         P=gl.allocate_shared_memory(gl.bfloat16, [2 * P_STAGES, C, C], BF16_TILE),

@@ -59,7 +59,7 @@ class ScanTiles:
     q: Any
     k: Any
     do: Any  # of each consumer
-    A_inv: Any  # at K = 64 in fp32, which the score warpgroup splits in its place
+    A_inv: Any  # at K = 64 in fp32 or split bf16, which the score warpgroup splits in its place
     boxes: Any  # factors, as one TMA load writes them
     factors: Any  # the same, row by row
     P: Any  # hi and lo

@@ -57,7 +57,7 @@ class Tiles:
     d: Any
     S: Any  # at K = 64 in fp32, which the row warpgroup splits in its place
     dS: Any
-    A_inv: Any  # fp32 at K = 64
+    A_inv: Any  # at K = 64 in fp32 or split bf16, which the value warpgroup splits
     boxes: Any  # factors, as one TMA load writes them
     factors: Any  # the same, row by row
     parts: Any  # the value warpgroup's own: hi and lo of u, then of v_new
@@ -229,18 +229,27 @@ def split_bf16(x):
 
 @jit
 def parts_of(tile):
-    """Return the shared memory of an fp32 tile [64, 64] as hi and lo in bf16: see `split_tile`."""
+    """Return the shared memory of a tile as hi and lo in bf16: see `split_tile`."""
     return recast(tile, gl.bfloat16, [2, C, STRIP], BF16_TILE)
 
 
 @jit
 def split_tile(tile):
-    """Overwrite an fp32 tile [64, 64] in shared memory by split bf16; return its values in registers."""
-    x = tile.load(TOKEN_ROWS)
-    hi, lo = split_bf16(x)
-    # all warps have read what hi and lo overwrite
-    barrier()
+    """Overwrite a tile [64, 64] in shared memory by its hi and lo; return its values in registers.
+
+    The tile is in fp32, or split bf16 over [128, 64] as `solve` stores A_inv. There lo is rounded, too, and
+    may become half of hi's last digit: `split_bf16` of such a sum has another hi. As both forms of a matrix
+    are split here, gradients do not depend on the form.
+    """
     parts = parts_of(tile)
+    if tile.dtype == gl.float32:
+        x = tile.load(TOKEN_ROWS)
+        # all warps have read what hi and lo overwrite
+        barrier()
+    else:
+        # no barrier: a thread overwrites what it has read itself
+        x = parts.index(0).load(TOKEN_ROWS).to(gl.float32) + parts.index(1).load(TOKEN_ROWS).to(gl.float32)
+    hi, lo = split_bf16(x)
     parts.index(0).store(hi)
     parts.index(1).store(lo)
     return x

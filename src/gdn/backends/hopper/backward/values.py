@@ -19,8 +19,10 @@ from gdn.backends.hopper.backward.shared import (
     factor,
     gains,
     issue_state_mma,
+    parts_of,
     place_of,
     split_bf16,
+    split_tile,
     wait_empty,
     wait_full,
     zero_of,
@@ -134,16 +136,24 @@ def over_strip(w, place, head, strip, head_stage, count, sums, k_stage):
 
 @jit
 def issue_inverse_mma(w, zero, u):
-    """Issue u + (A_inv - 1) u as asynchronous MMAs, u rounded; at K = 64 A_inv is split bf16 in registers."""
+    """Issue u + (A_inv - 1) u as asynchronous MMAs, u rounded; at K = 64 A_inv is split bf16."""
     parts = w.tiles.parts
+    # fp32 is split in registers, split bf16 where it is: in registers it spills 48 bytes more
+    IN_PLACE: gl.constexpr = w.D == STRIP and w.inputs.A_inv.dtype == gl.bfloat16
+    if IN_PLACE:
+        split_tile(w.tiles.A_inv.index(zero))
     parts.index(zero).store(u.to(gl.bfloat16))
+    # it also orders the writes of `split_tile` before the MMAs read them
     fence_async_shared()
-    if w.D == STRIP:
-        hi, lo = split_bf16(w.tiles.A_inv.index(zero).load(ACC_TOKENS))
+    A_inv = w.tiles.A_inv.index(zero)
+    if IN_PLACE:
+        v_new = warpgroup_mma(parts_of(A_inv).index(0), parts.index(zero), u, is_async=True)
+        return warpgroup_mma(parts_of(A_inv).index(1), parts.index(zero), v_new, is_async=True)
+    elif w.D == STRIP:
+        hi, lo = split_bf16(A_inv.load(ACC_TOKENS))
         v_new = warpgroup_mma(gl.convert_layout(hi, A_OPERAND), parts.index(zero), u, is_async=True)
         return warpgroup_mma(gl.convert_layout(lo, A_OPERAND), parts.index(zero), v_new, is_async=True)
     else:
-        A_inv = w.tiles.A_inv.index(zero)
         return warpgroup_mma(A_inv, parts.index(zero), u, is_async=True)
 
 

@@ -21,12 +21,12 @@ _PROGRAMS = 64  # most programs per value head; they share the unused chunks
 @kernel
 def _clear_kernel(
     cu_seqlens_ptr, G_ptr, A_inv_ptr, S_in_ptr, q_rstd_ptr, k_rstd_ptr, N, T, HV, ratio, tiles, programs,
-    STATE: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr,
+    STATE: tl.constexpr, INVERSE: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     # G, A_inv, S_in, q_rstd, k_rstd = 0 in chunks of no sequence and at tokens past the last sequence.
     # Program (own, head) zeros every `programs`-th unused chunk of one value head, and every `programs`-th
     # block of BLOCK tokens past the end. Grid: min(N, _PROGRAMS) * HV, heads fastest; 4 warps; no PDL.
-    # Reads cu_seqlens; writes, per head, C * C + K * V elements an unused chunk and 8 to 16 bytes a token.
+    # Reads cu_seqlens; writes, per head, INVERSE + STATE elements an unused chunk and 8 to 16 bytes a token.
     own = tl.program_id(0) // HV
     head = tl.program_id(0) % HV
     lanes = tl.arange(0, BLOCK)
@@ -34,8 +34,8 @@ def _clear_kernel(
     for i in range(count_chunks_before(cu_seqlens_ptr, N, C, BLOCK) + own, tiles, programs):
         # int64: the offset of a chunk in HBM may exceed 32 bits
         tile = tl.full([1], i, tl.int64) * HV + head
-        for x in range(0, C * C, BLOCK):
-            tl.store(A_inv_ptr + tile * (C * C) + x + lanes, tl.zeros([BLOCK], A_inv_ptr.dtype.element_ty))
+        for x in range(0, INVERSE, BLOCK):
+            tl.store(A_inv_ptr + tile * INVERSE + x + lanes, tl.zeros([BLOCK], A_inv_ptr.dtype.element_ty))
         for x in range(0, STATE, BLOCK):
             places, mask = S_in_ptr + tile * STATE + x + lanes, x + lanes < STATE
             tl.store(places, tl.zeros([BLOCK], S_in_ptr.dtype.element_ty), mask=mask)
@@ -73,8 +73,10 @@ def _zero_on_device(p: Problem, cu_seqlens: Tensor, saved: Saved) -> None:
     assert A_inv is not None and S_in is not None
     # everything that the launch depends on, except the addresses of tensors
     dtypes = (cu_seqlens.dtype, A_inv.dtype, S_in.dtype)
-    key = (p.q.shape, p.v.shape, p.N, p.device, *dtypes, saved.G is None, norms[0] is None)
-    _launches.get(key, lambda: _plan(p))(cu_seqlens, saved.G, A_inv, S_in, *norms)
+    # two tiles of split bf16, else one
+    inverse = A_inv.shape[2:].numel()
+    key = (p.q.shape, p.v.shape, p.N, p.device, *dtypes, inverse, saved.G is None, norms[0] is None)
+    _launches.get(key, lambda: _plan(p, inverse))(cu_seqlens, saved.G, A_inv, S_in, *norms)
 
 
 def _mask_unused(p: Problem, cu_seqlens: Tensor, saved: Saved) -> None:
@@ -90,8 +92,8 @@ def _mask_unused(p: Problem, cu_seqlens: Tensor, saved: Saved) -> None:
             x.masked_fill_(is_past[None, :, None], 0)
 
 
-def _plan(p: Problem) -> Launch:
+def _plan(p: Problem, inverse: int) -> Launch:
     programs = max(1, min(p.N, _PROGRAMS))
     scalars = (p.N, p.T, p.HV, p.HV // p.H, p.num_chunks, programs)
-    constants = {"STATE": p.K * p.V, "C": CHUNK, "BLOCK": _BLOCK}
+    constants = {"STATE": p.K * p.V, "INVERSE": inverse, "C": CHUNK, "BLOCK": _BLOCK}
     return Launch(_clear_kernel, programs * p.HV, scalars, constants, num_warps=4)
