@@ -306,7 +306,7 @@ STANDINS: dict[str, Any] = {
     "gdc_launch_dependents": lambda: None, "gdc_wait": lambda: None,
     "warpgroup_mma": _warpgroup_mma, "mma_v2": _mma_v2,
     "recast": lambda shared, dtype, shape, layout: Shared(shared.x.view(dtype).view([int(n) for n in shape])),
-    "barrier": lambda: None, "opaque": lambda x: x,
+    "barrier": lambda: None, "opaque": lambda x: x, "widen_bf16": lambda x: x.to(torch.float32),
     "warpgroup_mma_wait": lambda pending, deps: deps[0] if len(deps) == 1 else deps,
 }  # fmt: skip
 

@@ -37,6 +37,7 @@ __all__ = [
     "tma_store_wait",
     "warpgroup_mma",
     "warpgroup_mma_wait",
+    "widen_bf16",
 ]
 
 # bar.sync among the warps of a partition
@@ -121,6 +122,16 @@ def opaque(x):
     """
     # a move in inline assembly that is declared impure: neither Triton nor LLVM looks into it
     return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=1)
+
+
+@jit
+def widen_bf16(x):
+    """Return bf16 x in fp32, by one instruction a value.
+
+    Triton's conversion takes two for the second of the two values in a register.
+    """
+    asm: gl.constexpr = "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;"
+    return gl.inline_asm_elementwise(asm, "=r,=r,r", [x], dtype=gl.float32, is_pure=True, pack=2)
 
 
 def kernel(function: Any) -> Any:

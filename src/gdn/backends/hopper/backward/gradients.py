@@ -55,9 +55,11 @@ def gradients_kernel(
         A_inv=gl.allocate_shared_memory(A_inv_d.dtype, [1, A_inv_d.block_type.shape[0], C], A_inv_d.layout),
         boxes=boxes,
         factors=recast(boxes, gl.float32, [STAGES * ROWS, 1, C], factors_d.layout),
-        parts=gl.allocate_shared_memory(gl.bfloat16, [2, C, STRIP], BF16_TILE),
+        hi=gl.allocate_shared_memory(gl.bfloat16, [1, C, STRIP], BF16_TILE),
+        lo=gl.allocate_shared_memory(gl.bfloat16, [1, C, STRIP], BF16_TILE),
         w=gl.allocate_shared_memory(gl.bfloat16, [2, C, STRIP], BF16_TILE),
-        pairs=gl.allocate_shared_memory(gl.bfloat16, [2, C, C], BF16_TILE),
+        E=gl.allocate_shared_memory(gl.bfloat16, [1, C, C], BF16_TILE),
+        F=gl.allocate_shared_memory(gl.bfloat16, [1, C, C], BF16_TILE),
         entering=gl.allocate_shared_memory(gl.float32, [C], gl.SwizzledSharedLayout(1, 1, 1, [0])),
     )
     S_full = None

@@ -31,6 +31,7 @@ from gdn.backends.hopper.gluon import (
     tma_store_wait,
     warpgroup_mma,
     warpgroup_mma_wait,
+    widen_bf16,
 )
 from gdn.backends.hopper.scan.operands import A_OPERAND, ACC_STATE, ACC_TOKENS, PER_ROW, TOKEN_ROWS
 from gdn.backends.hopper.scan.scheduler import STRIP
@@ -110,8 +111,8 @@ def over_head(w, place, n, count, dq, dk, k_stage):
     q = tiles.q.index(zero).reshape([C, w.D])
     k = tiles.k.index(k_stage).reshape([C, w.D])
     wait_full(count, w.turns.pairs_full)
-    E = tiles.pairs.index(zero)
-    F = tiles.pairs.index(zero + 1)
+    E = tiles.E.index(zero)
+    F = tiles.F.index(zero)
     dq = warpgroup_mma(E, k, dq, is_async=True)
     dk = warpgroup_mma(E.permute((1, 0)), q, dk, is_async=True)
     dk = warpgroup_mma(F, k, dk, is_async=True)
@@ -145,25 +146,26 @@ def over_strip(w, head_stage, count, dq, dk, entering, through):
         S = split_tile(tiles.S.index(stage))
         fence_async_shared()
         arrive(count, w.turns.S_full)
-        through = gl.sum(S * dS.load(TOKEN_ROWS).to(gl.float32), 1)
+        through = gl.sum(S * widen_bf16(dS.load(TOKEN_ROWS)), 1)
     q = tiles.q.index(zero_of(count)).reshape([C, w.D])
     qS = issue_state_mma(q, w, stage, zeros)
     _, gain, _ = gains(tiles, head_stage, w.GIVEN_DR)
     gain = gain * factor(tiles, head_stage, INTO, PER_ROW)
-    d = tiles.d.index(stage).reshape([C, STRIP]).load(ACC_TOKENS).to(gl.float32)
+    d = widen_bf16(tiles.d.index(stage).reshape([C, STRIP]).load(ACC_TOKENS))
     scaled = (d * gain[:, None]).to(gl.bfloat16)
     dk = issue_transposed_state_mma(scaled, w, stage, dk)
     # the MMAs of dk may still run on the tensor cores
     qS = warpgroup_mma_wait(2 if w.D == STRIP else 1, deps=(qS,))
-    do = tiles.do.index(stage).reshape([C, STRIP]).load(ACC_TOKENS).to(gl.float32)
+    do = widen_bf16(tiles.do.index(stage).reshape([C, STRIP]).load(ACC_TOKENS))
     entering += gl.sum(do * qS, 1)
     scaled = (do * factor(tiles, head_stage, READ, PER_ROW)[:, None]).to(gl.bfloat16)
     dq = issue_transposed_state_mma(scaled, w, stage, dq)
+    if not w.GIVEN_DR and w.D != STRIP:
+        # before w is there, while the tensor cores multiply; Triton's state pass has stored <S, dS> with dS
+        # in fp32
+        through = add_through(tiles.S.index(stage), dS, through, w.D)
     w_stage = wait_full(count, w.turns.w_full)
     dk = warpgroup_mma(tiles.w.index(w_stage), dS.permute((1, 0)), dk, is_async=True)
-    if not w.GIVEN_DR and w.D != STRIP:
-        # while the tensor cores multiply; Triton's state pass has stored <S, dS> with dS in fp32
-        through = add_through(tiles.S.index(stage), dS, through, w.D)
     dq, dk = warpgroup_mma_wait(0, deps=(dq, dk))
     fence_async_shared()
     arrive(count, w.turns.w_empty)
@@ -187,8 +189,8 @@ def issue_transposed_state_mma(x, w, stage, acc):
 def add_through(S, dS, through, D: gl.constexpr):
     """Add the products of S and dS, 32 keys at a time."""
     for n in gl.static_range(D // PIECE):
-        x = S.slice(n * PIECE, PIECE).load(TOKEN_ROWS).to(gl.float32)
-        through += x * dS.slice(n * PIECE, PIECE).load(TOKEN_ROWS).to(gl.float32)
+        x = widen_bf16(S.slice(n * PIECE, PIECE).load(TOKEN_ROWS))
+        through += x * widen_bf16(dS.slice(n * PIECE, PIECE).load(TOKEN_ROWS))
     return through
 
 
@@ -196,7 +198,7 @@ def add_through(S, dS, through, D: gl.constexpr):
 def subtract_along(x_tile, dx, D: gl.constexpr):
     """Subtract from the gradients dx of raw rows x their part along x, as the adjoint of the norm does."""
     layout: gl.constexpr = ACC_TOKENS if D == C else ACC_STATE
-    x = x_tile.load(layout).to(gl.float32)
+    x = widen_bf16(x_tile.load(layout))
     along = gl.sum(x * dx, 1) / (gl.sum(x * x, 1) + 1e-6)
     return dx - x * along[:, None]
 
@@ -206,12 +208,12 @@ def store_rows(w, place, x, x_d, x_ptr):
     """Store the rows of dq or dk to HBM through shared memory: by TMA, or row by row in a ragged chunk."""
     tma_store_wait(0)
     if w.D == STRIP:
-        w.tiles.pairs.index(0).store(x.to(gl.bfloat16))
+        w.tiles.E.index(0).store(x.to(gl.bfloat16))
     else:
         half = gl.permute(gl.reshape(x.to(gl.bfloat16), (C, 2, STRIP)), (0, 2, 1))
         left, right = gl.split(half)
-        w.tiles.pairs.index(0).store(gl.convert_layout(left, ACC_TOKENS))
-        w.tiles.pairs.index(1).store(gl.convert_layout(right, ACC_TOKENS))
+        w.tiles.E.index(0).store(gl.convert_layout(left, ACC_TOKENS))
+        w.tiles.F.index(0).store(gl.convert_layout(right, ACC_TOKENS))
     token = place.row * w.problem.T + place.first
     if place.length < C:
         i = opaque(gl.arange(0, C, gl.SliceLayout(1, TOKEN_ROWS)))[:, None]
@@ -219,13 +221,22 @@ def store_rows(w, place, x, x_d, x_ptr):
         num_heads = w.problem.HV // w.problem.ratio
         where = x_ptr + ((token + i).to(gl.int64) * num_heads + place.key_head) * w.D + j
         for n in gl.static_range(w.D // STRIP):
-            rows = w.tiles.pairs.index(n).load(TOKEN_ROWS)
+            rows = half_tile(w.tiles, n).load(TOKEN_ROWS)
             gl.store(where + n * STRIP, rows, mask=i < place.length)
     else:
         fence_async_shared()
         for n in gl.static_range(w.D // STRIP):
-            tma_store(x_d, [token, place.key_head * w.D + n * STRIP], w.tiles.pairs.index(n))
+            tma_store(x_d, [token, place.key_head * w.D + n * STRIP], half_tile(w.tiles, n))
         tma_store_wait(0)
+
+
+@jit
+def half_tile(tiles, n: gl.constexpr):
+    """Return the shared memory of columns 64 n to 64 n + 63 of dq or dk."""
+    if n == 0:
+        return tiles.E.index(0)
+    else:
+        return tiles.F.index(0)
 
 
 @jit

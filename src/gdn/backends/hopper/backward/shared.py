@@ -60,9 +60,12 @@ class Tiles:
     A_inv: Any  # at K = 64 in fp32 or split bf16, which the value warpgroup splits
     boxes: Any  # factors, as one TMA load writes them
     factors: Any  # the same, row by row
-    parts: Any  # the value warpgroup's own: hi and lo of u, then of v_new
+    # Two stores to one allocation would have a barrier between them: Triton does not compare their indices
+    hi: Any  # the value warpgroup's own: u in bf16, then hi of v_new
+    lo: Any  # of v_new
     w: Any  # OUT v_new, from the value to the row warpgroup
-    pairs: Any  # E and F of a head, from the value to the row warpgroup; later dq and dk for TMA
+    E: Any  # of a head, from the value to the row warpgroup; later dq and dk for TMA, half in E, half in F
+    F: Any
     entering: Any  # gate terms of a head, from the value to the row warpgroup
 
 
@@ -124,6 +127,7 @@ class Sums:
     apart: Any  # <d, X>
     entering: Any
     leaving: Any
+    small: Any  # of a head: see `smallness`
 
 
 @struct
