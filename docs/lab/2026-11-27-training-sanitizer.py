@@ -89,9 +89,7 @@ def reruns(count=1000):
                 # NaN would differ from itself
                 differ += (x != y).any()
         explained = gdn.explain(*leaves, **gates, **own, **options)
-        print(
-            name, explained.backward, f"{count} reruns, {int(differ)} differ", flush=True
-        )
+        print(name, explained.backward, f"{count} reruns, {int(differ)} differ", flush=True)
 
 
 def count(log):
