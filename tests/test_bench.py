@@ -235,6 +235,10 @@ def test_no_time_for_a_wrong_answer(monkeypatch):
         found = list(cpu.run(cpu.Job(name, 100, 1, providers, dict.fromkeys(providers, 3))))
         assert [("ms" in row) for row in found] == [True, True, False]
         assert found[1]["ratio"][cpu.FALLBACK] > 0
+    monkeypatch.setattr(cpu, "CHANNELS", replace(cpu.CHANNELS, heads=(2, 2), sizes=(16, 16)))
+    providers = {cpu.FALLBACK: fallback.chunk_channels(), "gdn": right}
+    found = list(cpu.run(cpu.Job("kda forward+backward", 100, 1, providers, dict.fromkeys(providers, 3))))
+    assert found[1]["ratio"][cpu.FALLBACK] > 0 and found[1]["HV"] == 2
     steps = {cpu.FALLBACK: fallback.recurrent(), "gdn": cpu.decode_in_place}
     found = list(cpu.run(cpu.Job("decode", 1, 2, steps, dict.fromkeys(steps, 3))))
     assert all(row["p20"] <= row["ms"] <= row["p80"] for row in found)

@@ -202,6 +202,7 @@ def cpu(
     is_quick: Annotated[
         bool, typer.Option("--quick", help="2048 tokens and decoding only, few runs.")
     ] = False,
+    only: Annotated[str, typer.Option(help="Only rows whose name holds one of these: kda,decode.")] = "",
     out: Annotated[Path | None, typer.Option(help="Append the rows to this JSON-lines file.")] = None,
     json_file: Json = None,
 ) -> None:
@@ -210,11 +211,13 @@ def cpu(
     from gdn_bench.passes import cpu as cpu_bench
 
     rows: list[dict[str, Any]] = []
-    file = out or measure.RESULTS / "cpu.jsonl"
+    file, words = out or measure.RESULTS / "cpu.jsonl", split_words(only)
+    every = cpu_bench.jobs(is_quick=is_quick)
+    require_match(words, [job.title for job in every])
+    selected = [job for job in every if not words or any(word in job.title for word in words)]
     with measure.threads(threads), open_progress() as report:
-        selected = cpu_bench.jobs(is_quick=is_quick)
         for done, job in enumerate(selected):
-            report("bench cpu", done, len(selected), f"{job.name} {job.B}x{job.T}")
+            report("bench cpu", done, len(selected), job.title)
             rows += ({**row, **environment()} for row in cpu_bench.run(job))
         report("bench cpu", len(selected), len(selected), "")
     measure.append(file, rows)

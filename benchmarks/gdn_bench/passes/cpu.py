@@ -1,4 +1,6 @@
-"""Time the rule on the CPU beside Transformers' plain PyTorch functions: fp32, 16 heads of 128 x 128.
+"""Time the rule on the CPU beside Transformers' plain PyTorch functions: fp32, heads of 128 x 128.
+
+There are 16 heads with a decay per head, and 4 with a decay per key channel (jobs named `kda`).
 
 A provider is timed only if its outputs and gradients are within their limits on the inputs that are timed.
 """
@@ -19,6 +21,7 @@ from gdn_bench.timing import measure
 
 FALLBACK = "transformers"
 CASE = Case(heads=(16, 16), sizes=(128, 128), use_qk_l2norm_in_kernel=True)
+CHANNELS = replace(CASE, heads=(4, 4), gate="bounded", is_per_channel=True)
 
 
 @dataclass(frozen=True)
@@ -32,21 +35,28 @@ class Job:
     runs: dict[str, int]
 
     @property
+    def title(self) -> str:
+        """Return the name of its rows."""
+        return f"{self.name} {self.B}x{self.T}"
+
+    @property
     def with_backward(self) -> bool:
         """Return True for a job with gradients."""
-        return self.name == "forward+backward"
+        return self.name.endswith("forward+backward")
 
     @property
     def case(self) -> Case:
         """Return the problem."""
         is_step = self.name == "decode"
-        return replace(CASE, lengths=Lengths(self.T, self.B), state="wide" if is_step else "none")
+        base = CHANNELS if self.name.startswith("kda ") else CASE
+        return replace(base, lengths=Lengths(self.T, self.B), state="wide" if is_step else "none")
 
 
 def jobs(*, is_quick: bool = False) -> list[Job]:
     """Return the jobs of both providers, then those of gdn alone at growing lengths."""
     ours: dict[str, accuracy.Provider] = {"gdn": gdn.chunk_gated_delta_rule}
     chunks = {FALLBACK: fallback.chunk(), **ours}
+    channels = {FALLBACK: fallback.chunk_channels(), **ours}
     steps: dict[str, accuracy.Provider] = {
         FALLBACK: fallback.recurrent(),
         "gdn": decode_in_place,
@@ -60,6 +70,8 @@ def jobs(*, is_quick: bool = False) -> list[Job]:
     selected = [
         Job("forward", 2048, 1, chunks, runs(chunks, 15)),
         Job("forward+backward", 2048, 1, chunks, runs(chunks, 9)),
+        Job("kda forward", 2048, 1, channels, runs(channels, 15, of_fallback=3)),
+        Job("kda forward+backward", 2048, 1, channels, runs(channels, 9, of_fallback=3)),
         *(Job("decode", 1, B, steps, runs(steps, 60)) for B in (1, 8)),
     ]
     if is_quick:
@@ -81,9 +93,9 @@ def run(job: Job) -> Iterator[dict[str, Any]]:
     seconds = measure.interleaved(sound, job.runs, cold=cold, burst=burst) if sound else {}
     for name, error in errors.items():
         row: dict[str, Any] = {
-            "pass": "cpu", "case": f"{job.name} {job.B}x{job.T}", "provider": name, "T": job.T, "N": job.B,
-            "backend": None if name == FALLBACK else "eager", "H": CASE.heads[0], "HV": CASE.heads[1],
-            "K": CASE.sizes[0], "V": CASE.sizes[1], "dtype": "float32", "ok": error <= 1,
+            "pass": "cpu", "case": job.title, "provider": name, "T": job.T, "N": job.B,
+            "backend": None if name == FALLBACK else "eager", "H": job.case.heads[0],
+            "HV": job.case.heads[1], "K": job.case.sizes[0], "V": job.case.sizes[1], "dtype": "float32", "ok": error <= 1,
             "share_of_limit": round(error, 4),
         }  # fmt: skip
         if name in seconds:
