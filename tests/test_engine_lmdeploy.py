@@ -330,6 +330,24 @@ def test_the_patch_without_registration_was_captured(package):
     assert holder.backend_step_meta_plan.enable_piecewise_cuda_graph() and attention.is_enabled
 
 
+def test_a_layer_gets_two_tensors_of_a_slot(package):
+    """The model's configuration names windows and states, and the models hand these two to their layers."""
+    import inspect
+
+    from lmdeploy.pytorch.configurations.qwen3_next import Qwen3NextModelConfigBuilder
+    from transformers import Qwen3NextConfig
+
+    config = Qwen3NextConfig(num_hidden_layers=4, layer_types=None)
+    config.full_attention_interval, config.architectures = 4, ["Qwen3NextForCausalLM"]
+    made = Qwen3NextModelConfigBuilder.build(config)
+    assert [shape[0] for shape, _ in made.states_shapes] == [3, 3]
+    assert "cfg.states_shapes = [(conv_state_shape, dtype), (recurrent_state_shape, ssm_dtype)]" in (
+        inspect.getsource(package.configuration)
+    )
+    for module in (package.qwen3_next, package.qwen3_5):
+        assert "zip(state_caches[0], state_caches[1])" in inspect.getsource(module)
+
+
 def test_defaults_that_decide(package, tmp_path):
     """TurboMind is the first choice for Qwen3.5; piecewise graphs are off; decode is not compiled."""
     import inspect
