@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from kit import engine_sources
+from kit.operators import Operators
 from kit.serving import error
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from gdn.integrations import lmdeploy, usage
 from gdn.reference import layer as reference_layers
@@ -169,24 +169,6 @@ def test_a_layer_from_prompt_to_decode(patched, kind, drafts):
         assert error(out[n, :end], expected_of(layer, kind, x[n])[:end]) < 1e-5
     roles = {role for engine, role in usage.served if engine == "lmdeploy"}
     assert roles == {"prefill", "verify" if drafts else "decode"} and not usage.rejected
-
-
-class Operators(TorchDispatchMode):
-    """Record the operators that run a kernel: no views, no allocations."""
-
-    def __init__(self):
-        super().__init__()
-        self.names = []
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        result = function(*args, **(kwargs or {}))
-        name = str(function).split(".")[1]
-        # `reshape` and `contiguous` copy or do not
-        is_view = isinstance(result, torch.Tensor) and function.is_view
-        is_view = is_view and result.untyped_storage().data_ptr() == args[0].untyped_storage().data_ptr()
-        if not is_view and not name.startswith(("empty", "new_empty", "split", "unbind")):
-            self.names.append(name)
-        return result
 
 
 @pytest.mark.parametrize("kind, others", [("qwen3_5", []), ("qwen3_next", ["copy_", "copy_", "contiguous"])])
