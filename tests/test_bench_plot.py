@@ -442,6 +442,10 @@ def test_ways_of_speculation_are_columns():
     axes = pictures.ratios(Results("h200", rows), job="spec").axes[0]
     assert [label.get_text() for label in axes.get_yticklabels()] == ["B=1 T=4", "B=1 T=16"]
     assert [label.get_text() for label in axes.get_xticklabels()] == ["fp32\nchunk final", "fp32\nstates"]
+    # of several peers the fastest
+    rows[0]["ratio"] = {"fla": 1.5, "flashinfer": 1.25, "flash_qla": 3.0}
+    axes = pictures.ratios(Results("h200", rows), job="spec").axes[0]
+    assert sorted(text.get_text() for text in axes.texts) == ["1.25", "2.00"]
 
 
 def test_distributions_have_their_limits():

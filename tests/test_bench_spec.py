@@ -21,7 +21,8 @@ from gdn_bench.problems import jobs, packets
 from gdn_bench.problems.packets import HISTORY, SINGLE, WAYS, Packet
 from gdn_bench.providers.gdn_calls import gdn_provider
 from gdn_bench.providers.provider import Bound, Provider
-from gdn_bench.results import tables
+from gdn_bench.results import pages, rows, tables
+from gdn_bench.results.pages import Results
 from gdn_bench.timing import graph
 
 CPU = torch.device("cpu")
@@ -126,8 +127,57 @@ def test_flashinfer_is_given_the_same_problem(peers, dtype):
     assert refused == {f"B=3 T={T} {dtype} replay" for T in ((4, 16) if dtype == "fp32" else (16,))}
     timed = {case for case in theirs if case not in refused}
     assert all(theirs[case]["ok"] for case in timed)
-    assert {row["case"] for row in found if row["provider"] == "gdn" and row["ratio"]} == timed
+    beside = {row["case"] for row in found if row["provider"] == "gdn" and row["ratio"]}
+    assert beside == timed | {f"B=3 T=1 {dtype} {HISTORY}"}
     assert not any("fold" in case for case in theirs) and len(theirs) == 1 + 2 * (len(WAYS) - 1)
+
+
+@pytest.mark.parametrize("dtype, peers_of_it", [("fp32", {"fla", "flashinfer"}), ("bf16", {"flashinfer"})])
+def test_beside_a_history_stands_the_peers_plain_decode(peers, dtype, peers_of_it):
+    """FLA decodes on states in fp32 alone."""
+    only = session("gdn", "fla", "flashinfer")
+    found = spec.measured(only, SMALL, group(dtype, only="T=1 "))
+    by = {(row["case"].rpartition(" ")[2], row["provider"]): row for row in found}
+    assert {name for way, name in by if way == HISTORY} == {"gdn"}
+    ratio = {name: by[SINGLE, name]["ms"] / by[HISTORY, "gdn"]["ms"] for name in peers_of_it}
+    assert by[HISTORY, "gdn"]["ratio"] == pytest.approx(ratio)
+    assert by[HISTORY, "gdn"]["to_best_peer"] == pytest.approx(min(ratio.values()))
+    assert by[HISTORY, "gdn"]["peer_way"] == SINGLE and "peer_way" not in by[SINGLE, "gdn"]
+    # the rows of the peers keep ratios of their own
+    assert by[SINGLE, "flashinfer"]["ms"] and "gdn" not in by[SINGLE, "flashinfer"]["ratio"]
+
+
+def made_up(way, provider, ms, **fields):
+    row = {
+        "pass": "spec",
+        "case": f"B=256 T=1 bf16 {way}",
+        "provider": provider,
+        "dtype": "bfloat16",
+        "ms": ms,
+    }
+    return (
+        row
+        | {"p20": ms, "p80": ms, "ok": True, "date": "2026-11-27", "commit": "abc", "versions": {}}
+        | fields
+    )
+
+
+def test_the_tables_show_the_peers_decode_beside_a_history():
+    """Times in ms: 0.137 of gdn's decode, 0.148 of FlashInfer's, 0.096 with a history."""
+    single = made_up(SINGLE, "gdn", 0.137, ratio={"flashinfer": 0.148 / 0.137})
+    theirs = made_up(SINGLE, "flashinfer", 0.148, ratio={})
+    ours = made_up(HISTORY, "gdn", 0.096)
+    one, two, three = Packet(256, 1, "bf16", SINGLE), Packet(256, 1, "bf16", HISTORY), "flashinfer"
+    by_packet = {(one, "gdn"): single, (one, three): theirs, (two, "gdn"): ours}
+    rows.add_ratios(spec._side_by_side(by_packet, two))
+    assert theirs["ratio"] == {} and single["ratio"] == {"flashinfer": 0.148 / 0.137}
+    text = "\n".join(pages.section(Results("h200", [single, theirs, ours]), "spec"))
+    assert "| B=256 T=1 bf16 history | 96 us | 96 us to 96 us | 0.148 ms (1.54) |" in text
+    assert "| B=256 T=1 bf16 decode | 0.137 ms | 0.137 ms to 0.137 ms | 0.148 ms (1.08) |" in text
+    assert "in the rows of history the other libraries' time is that of decode." in text
+    # without a peer's time there is nothing beside it
+    rows.add_ratios(spec._side_by_side({(two, "gdn"): (alone := made_up(HISTORY, "gdn", 0.096))}, two))
+    assert alone["ratio"] == {} and "peer_way" not in alone and "to_best_peer" not in alone
 
 
 def changed(way, change):

@@ -2,6 +2,7 @@
 
 import doctest
 import importlib
+import json
 import pkgutil
 import re
 from pathlib import Path
@@ -160,6 +161,26 @@ def test_the_matrix_of_versions_is_whole():
     names = [name if name.startswith("gfx") else f"sm_{name}" for name in targets]
     for name in (*names, *tritons, *(f"{version}." for version in pythons)):
         assert any(name in row for row in rows), name
+
+
+@pytest.mark.parametrize("name", ["transformers", "fla"])
+def test_tests_that_a_page_says_were_run_are_recorded(name):
+    """Each row of a date and a GPU that counts the tests of files agrees with rows of the results."""
+    results = [*(ROOT / "benchmarks" / "results" / "tests").glob("*.jsonl")]
+    recorded = [json.loads(line) for path in results for line in path.read_text().splitlines()]
+    rows = re.findall(
+        r"^\| (20[-0-9]+) \| (.*) \| (.*) \|$", (ROOT / "docs" / f"{name}.md").read_text(), re.M
+    )
+    num_files = 0
+    for date, what, where in rows:
+        for file, counts in re.findall(r"`(tests/[\w/]+\.py)`: ((?:\d+ \w+(?:, )?)+)", what):
+            stated = {kind: int(count) for count, kind in re.findall(r"(\d+) (\w+)", counts)}
+            same = [row for row in recorded if row["date"] == date and where in row["gpu"]]
+            of_file = [row["files"].get(file, {}) for row in same if "files" in row]
+            of_file += [row["counts"]["with"] for row in same if row.get("file") == file]
+            assert any(stated.items() <= one.items() for one in of_file), (date, file, stated, of_file)
+            num_files += 1
+    assert num_files >= 5
 
 
 def test_every_public_name_is_documented():

@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from kit import engine_sources
+from kit.operators import Operators
 from kit.serving import error
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from gdn.integrations import lmdeploy, usage
 from gdn.reference import layer as reference_layers
@@ -171,24 +171,6 @@ def test_a_layer_from_prompt_to_decode(patched, kind, drafts):
     assert roles == {"prefill", "verify" if drafts else "decode"} and not usage.rejected
 
 
-class Operators(TorchDispatchMode):
-    """Record the operators that run a kernel: no views, no allocations."""
-
-    def __init__(self):
-        super().__init__()
-        self.names = []
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        result = function(*args, **(kwargs or {}))
-        name = str(function).split(".")[1]
-        # `reshape` and `contiguous` copy or do not
-        is_view = isinstance(result, torch.Tensor) and function.is_view
-        is_view = is_view and result.untyped_storage().data_ptr() == args[0].untyped_storage().data_ptr()
-        if not is_view and not name.startswith(("empty", "new_empty", "split", "unbind")):
-            self.names.append(name)
-        return result
-
-
 @pytest.mark.parametrize("kind, others", [("qwen3_5", []), ("qwen3_next", ["copy_", "copy_", "contiguous"])])
 def test_a_decode_step_is_one_operator_between_the_projections(patched, kind, others):
     """No kernel prepares a step: the metadata launches none, and lmdeploy's reordering copies four times."""
@@ -328,6 +310,24 @@ def test_the_patch_without_registration_was_captured(package):
     with steps.collect_step_metadata(holder):
         attention = Attention(package)
     assert holder.backend_step_meta_plan.enable_piecewise_cuda_graph() and attention.is_enabled
+
+
+def test_a_layer_gets_two_tensors_of_a_slot(package):
+    """The model's configuration names windows and states, and the models hand these two to their layers."""
+    import inspect
+
+    from lmdeploy.pytorch.configurations.qwen3_next import Qwen3NextModelConfigBuilder
+    from transformers import Qwen3NextConfig
+
+    config = Qwen3NextConfig(num_hidden_layers=4, layer_types=None)
+    config.full_attention_interval, config.architectures = 4, ["Qwen3NextForCausalLM"]
+    made = Qwen3NextModelConfigBuilder.build(config)
+    assert [shape[0] for shape, _ in made.states_shapes] == [3, 3]
+    assert "cfg.states_shapes = [(conv_state_shape, dtype), (recurrent_state_shape, ssm_dtype)]" in (
+        inspect.getsource(package.configuration)
+    )
+    for module in (package.qwen3_next, package.qwen3_5):
+        assert "zip(state_caches[0], state_caches[1])" in inspect.getsource(module)
 
 
 def test_defaults_that_decide(package, tmp_path):

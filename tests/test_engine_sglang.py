@@ -312,6 +312,32 @@ def test_what_decides_in_sglang(package, flags, monkeypatch):
         backend.validate_gdn_mis_backend(package.utils.LinearAttnKernelBackend("gdn"))
 
 
+def test_a_slot_is_copied_without_its_ring(package, monkeypatch):
+    """Without --enable-linear-replayssm there are no rings; with it a copy leaves them and resets the cursor.
+
+    So a ring has to be folded before a copy: SGLang's cursor belongs to all layers, and SGLang moves it.
+    """
+    from dataclasses import fields
+
+    from sglang.srt.mem_cache.memory_pool import MambaPool
+
+    states = torch.randn(1, SLOTS, HV, V, K)
+    given = {"conv": [torch.randn(1, SLOTS, D, W - 1)], "temporal": states}
+    rings = [field.name for field in fields(MambaPool.State) if field.name not in given]
+    assert rings and all(getattr(MambaPool.State(**given), name) is None for name in rings)
+    assert "replayssm_write_pos" not in rings
+    assert "replayssm_write_pos" in [field.name for field in fields(package.Metadata)]
+
+    pool, ring = object.__new__(MambaPool), torch.randn(1, SLOTS, HV, 16, V)
+    pool.mamba_cache = MambaPool.State(**given, replayssm_d=ring.clone())
+    pool.replayssm_write_pos = torch.arange(SLOTS, dtype=torch.int32)
+    pool.debug_memory_pool, pool._slot_siblings = False, ()
+    monkeypatch.setattr(MambaPool, "_should_fuse_slot_ops", lambda self: False)
+    pool.copy_from(torch.tensor([3]), torch.tensor([5]))
+    assert torch.equal(states[0, 5], states[0, 3])
+    assert torch.equal(pool.mamba_cache.replayssm_d, ring) and pool.replayssm_write_pos[5] == 0
+
+
 def test_registering_twice_does_nothing(package):
     choices = list(package.choices.LINEAR_ATTN_KERNEL_BACKEND_CHOICES)
     sglang.register_backend()

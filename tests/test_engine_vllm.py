@@ -367,6 +367,38 @@ def test_a_layer_that_gdn_does_not_serve_is_vllms(package, monkeypatch):
     vllm_layer.built.pop()
 
 
+def test_a_block_has_no_memory_for_a_history(package):
+    """A layer may not exceed the size of a page, and prefix caching copies windows and states alone."""
+    from vllm.model_executor.models import interfaces, qwen3_5, qwen3_next
+    from vllm.v1.worker import mamba_utils
+
+    models = qwen3_next.Qwen3NextForCausalLM, qwen3_5.Qwen3_5ForConditionalGeneration
+    for model in models:
+        assert len(model.get_mamba_state_copy_func()) == 2
+        assert not interfaces.supports_replayssm(model)  # --use-replayssm raises for it
+    layer, builder = build(package, mode="align")
+    shapes, dtypes = tuple(layer.get_state_shape()), layer.get_state_dtype()
+    assert len(shapes) == 2
+    size = builder.kv_cache_spec.page_size_bytes
+    assert package.MambaSpec(block_size=64, shapes=shapes, dtypes=dtypes, page_size_padded=size).shapes
+    more = {"shapes": (*shapes, (16, HV, V)), "dtypes": (*dtypes, torch.bfloat16), "page_size_padded": size}
+    with pytest.raises(AssertionError):
+        _ = package.MambaSpec(block_size=64, **more).page_size_bytes
+
+    # a third tensor of a block stays where it was
+    layer.kv_cache = (*layer.kv_cache, torch.ones(BLOCKS, 16, HV, V))
+    spec, names = builder.kv_cache_spec, ("src_ptrs", "dst_ptrs", "sizes")
+    buffers = SimpleNamespace(offset=0, **{x: SimpleNamespace(np=[None] * 4) for x in names})
+    group = SimpleNamespace(layer_names=[PREFIX], kv_cache_spec=spec)
+    mamba_utils.collect_mamba_copy_meta(
+        buffers, SimpleNamespace(kv_cache_groups=[group]),
+        {spec.mamba_type: models[0].get_mamba_state_copy_func()}, [0], 1, 2, 0,
+        SimpleNamespace(block_ids=[[3, 5, 6]]), {PREFIX: layer},
+    )  # fmt: skip
+    assert buffers.offset == 2
+    assert buffers.dst_ptrs.np[:2] == [x[6].data_ptr() for x in layer.kv_cache[:2]]
+
+
 def test_registering_twice_does_nothing(package):
     before = dict(package.custom_op.op_registry_oot)
     vllm.register_layers()

@@ -47,7 +47,7 @@ DEFAULT = {
     "stages": ("gdn", "fla"),
     "layer": ("gdn", "fla", "transformers"),
     "step": ("gdn",),
-    "spec": ("gdn", "flashinfer"),
+    "spec": ("gdn", "fla", "flashinfer"),
     "e2e": ("gdn", "fla", "transformers"),
     "model": ("gdn", "fla", "transformers"),
 }

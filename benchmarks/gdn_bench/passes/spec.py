@@ -2,7 +2,7 @@
 
 Every provider's outputs, and the states that a way leaves, are compared with the fp64 reference before
 anything is timed. One token and all ways of a group are timed in turn: `to_single` is a row's time over one
-token's.
+token's. A decode with a history has the peers' plain decodes beside it (`peer_way`).
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,8 +17,9 @@ from gdn.testing.memory import poison_memory
 from gdn.testing.tensors import Inputs
 from gdn_bench.passes.gpu import JUDGED_HEADS, Session, noted
 from gdn_bench.problems import jobs, packets
-from gdn_bench.problems.packets import SINGLE, Packet, Shape, places
+from gdn_bench.problems.packets import HISTORY, SINGLE, Packet, Shape, places
 from gdn_bench.problems.workloads import Workload
+from gdn_bench.providers.names import PEERS
 from gdn_bench.providers.provider import Provider, put_in_pool
 from gdn_bench.results import rows
 from gdn_bench.results.rows import Row
@@ -81,7 +82,7 @@ def measured(session: Session, shape: Shape, group: Sequence[Packet]) -> list[Ro
     for what, seconds in (graph.interleaved(prepared, device) if prepared else {}).items():
         by_packet[what] |= rows.speed(what[0].cost(shape), session.ceilings, seconds, prepared[what])
     for packet in group:
-        rows.add_ratios({name: row for (one, name), row in by_packet.items() if one == packet})
+        rows.add_ratios(_side_by_side(by_packet, packet))
     _against_one_token(by_packet)
     return list(by_packet.values())
 
@@ -100,6 +101,22 @@ def judged(provider: Provider, packet: Packet, case: Case, first: Inputs, refere
     results = {"o": o} if states is None else {"o": o, "final_state": states}
     judged_by = {"judged_tokens": packet.T, "judged_heads": len(reference.index)}
     return rows.verdict(accuracy.compare_outputs(results, expected, case)) | judged_by
+
+
+def _side_by_side(by_packet: Rows, packet: Packet) -> dict[str, Row]:
+    """Return the rows whose times are compared: those of a packet, by provider.
+
+    No peer decodes with a history: beside it stand the peers' plain decodes of the same rows.
+    """
+    own = {name: row for (one, name), row in by_packet.items() if one == packet}
+    if packet.way != HISTORY:
+        return own
+    single = replace(packet, way=SINGLE)
+    plain = {name: dict(row) for (one, name), row in by_packet.items() if one == single and name in PEERS}
+    if any("ms" in row for row in plain.values()):
+        for row in own.values():
+            row["peer_way"] = SINGLE
+    return plain | own
 
 
 def _against_one_token(by_packet: Rows) -> None:

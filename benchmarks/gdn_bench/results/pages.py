@@ -287,7 +287,7 @@ def section(one: Results, name: str) -> list[str]:
     about = ABOUT[job]
     if measured[0].get("profile") == "pto":
         about += ", judged by pto-kernels' gates; ~: gdn against a peer"
-    below = (*tables.timed_regions(measured), *tables.reasons(without))
+    below = (*tables.other_ways(measured), *tables.timed_regions(measured), *tables.reasons(without))
     head = [f"### {name}", "", f"{about}; {provenance(measured)}; `{command(name)}`", ""]
     return [*head, *tables.to_markdown(table), "", *(line for note in below for line in (f"{note}.", ""))]
 

@@ -228,7 +228,7 @@ def notes(rows: Sequence[Row]) -> list[str]:
             lines.append(f"{where}: timed by {row['timer']}: {row['why']}")
         if row.get("worse"):
             lines.append(f"{where}: less accurate than a peer in {', '.join(row['worse'])}")
-    return [*lines, *timed_regions(rows)]
+    return [*lines, *other_ways(rows), *timed_regions(rows)]
 
 
 def reason(row: Row) -> tuple[str, str]:
@@ -257,6 +257,14 @@ def reasons(without: Sequence[Row]) -> list[str]:
         who = f"{title_of(name)}{f' ({rest})' if rest else ''}"
         cases_of.setdefault((who, f"{kind}, {words}"), []).append(row["case"])
     return [f"no time of {who} in {', '.join(cases)}: {why}" for (who, why), cases in cases_of.items()]
+
+
+def other_ways(rows: Sequence[Row]) -> list[str]:
+    """Return which rows stand beside another way of the peers, in a line for each pair of ways."""
+    pairs = dict.fromkeys(
+        (row["case"].rpartition(" ")[2], row["peer_way"]) for row in rows if "peer_way" in row
+    )
+    return [f"in the rows of {way} the other libraries' time is that of {theirs}" for way, theirs in pairs]
 
 
 def timed_regions(rows: Sequence[Row]) -> list[str]:
