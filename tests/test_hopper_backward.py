@@ -282,6 +282,29 @@ def test_small_beta(D):
             assert error(here.dv[:, some], expected[2][:, some]) < 8e-3, beta
 
 
+@pytest.mark.parametrize("D, has_scan", [(64, True), (128, True), pytest.param(128, False, marks=thorough)])
+def test_heads_of_an_item_differ_in_small_betas(monkeypatch, D, has_scan):
+    """Each value head takes its own branches for a small beta, and a NaN past its ragged end reaches none."""
+    monkeypatch.setattr(cost, "num_sms", lambda device: 1)
+    monkeypatch.setattr(plan, "HAS_SCAN", has_scan)
+    given = inputs(replace(BASE, sizes=(D, D), heads=(1, 4), lengths=packed(70, 30)), torch.bfloat16)
+    beta = given.tensors["beta"]
+    beta[:, :, 0] = 0
+    beta[:, :, 2].neg_()
+    # one token of the last chunk
+    beta[:, 69, 3] = 2.0**-110
+    expected = expected_gradients(given, given.do, given.dfinal_state)
+    for x in (*(given.tensors[name] for name in ("q", "k", "v", "beta")), given.do):
+        x[:, 70:] = float("nan")
+    here = run(given, given.do, given.dfinal_state)[0]
+    for head in range(4):
+        assert error(here.dbeta[:, :70, head], expected[4][:, :70, head]) < 6e-3, head
+    assert error(here.dg[:, :70], expected[3][:, :70]) < 6e-3
+    assert error(here.dbeta[:, 69, 3], expected[4][:, 69, 3]) < 2e-2
+    for x, y in ((here.dq, expected[0]), (here.dk, expected[1]), (here.dv, expected[2])):
+        assert error(x[:, :70], y[:, :70]) < 8e-3
+
+
 def test_the_check_can_fail(monkeypatch):
     """A gradient without one value head, or without the through-state part, is seen."""
     given = inputs(CASES["one chunk"], torch.bfloat16)
