@@ -139,6 +139,12 @@ def test_gradients_of_few_keys(name):
     check(given, FEW_KEYS[name], given.do, None if FEW_KEYS[name].state == "none" else given.dfinal_state)
 
 
+def split_inverse(A_inv):
+    """Return split bf16 A_inv, as Hopper's forward saves it at K = V = 64."""
+    hi = A_inv.bfloat16()
+    return torch.stack([hi, (A_inv - hi).bfloat16()], 2)
+
+
 @pytest.mark.parametrize("is_cut", [False, True])
 def test_both_forms_of_a_saved_inverse_have_the_same_bits(monkeypatch, is_cut):
     """At K = V = 64 the kernels load split bf16 A_inv, as Hopper's forward saves it, or its sum in fp32."""
@@ -148,8 +154,7 @@ def test_both_forms_of_a_saved_inverse_have_the_same_bits(monkeypatch, is_cut):
     given = inputs(FEW_KEYS["packed, l2norm"], torch.bfloat16)
     problem = parse(**given.tensors, **given.options, backend="triton")
     saved = chunked.chunk_forward(problem, True)[2]
-    hi = saved.A_inv.bfloat16()
-    parts = torch.stack([hi, (saved.A_inv - hi).bfloat16()], 2)
+    parts = split_inverse(saved.A_inv)
     # what hi and lo of the kernels' own split differ from: lo is half of hi's last digit
     total = parts.float().sum(2)
     assert ((total.view(torch.int32) & 0xFFFF) == 0x8000).any()
@@ -161,6 +166,30 @@ def test_both_forms_of_a_saved_inverse_have_the_same_bits(monkeypatch, is_cut):
         first, second = (backward.chunk_backward(problem, x, given.do, given.dfinal_state) for x in found)
         for name, x, y in zip(NAMES, first, second, strict=True):
             assert (x is None) == (y is None) and (x is None or torch.equal(x, y)), name
+
+
+@pytest.mark.parametrize("change", ["fp32", "padded rows", "one element further"])
+def test_hooks_change_a_split_inverse(change):
+    """Triton's backward runs where TMA cannot load split A_inv, and adds up its parts."""
+    given = inputs(FEW_KEYS["packed, l2norm"], torch.bfloat16)
+    problem = parse(**given.tensors, **given.options, backend="triton")
+    saved = chunked.chunk_forward(problem, True)[2]
+    parts = split_inverse(saved.A_inv)
+    if change == "fp32":
+        changed = parts.float()
+    elif change == "padded rows":
+        changed = parts.new_zeros(*parts.shape[:-1], 72)[..., :64].copy_(parts)
+    else:
+        changed = parts.new_zeros(parts.numel() + 1)[1:].view(parts.shape).copy_(parts)
+    reason = plan.lacks(problem, replace(saved, A_inv=changed))
+    # both forms are in the dtypes of a forward: the reason names none
+    assert "contiguous and aligned for TMA" in reason and "float32" not in reason
+    x, y = (
+        backward.chunk_backward(problem, replace(saved, A_inv=A_inv), given.do, given.dfinal_state)
+        for backward, A_inv in ((plan, changed), (chunked, parts.float().sum(2)))
+    )
+    for name, a, b in zip(NAMES, x, y, strict=True):
+        assert (a is None) == (b is None) and (a is None or torch.equal(a, b)), name
 
 
 def test_dg_of_identical_keys():
@@ -251,6 +280,29 @@ def test_small_beta(D):
         assert error(here.dbeta[:, some], expected[4][:, some]) < 6e-3, beta
         if beta > 2.0**-100:
             assert error(here.dv[:, some], expected[2][:, some]) < 8e-3, beta
+
+
+@pytest.mark.parametrize("D, has_scan", [(64, True), (128, True), pytest.param(128, False, marks=thorough)])
+def test_heads_of_an_item_differ_in_small_betas(monkeypatch, D, has_scan):
+    """Each value head takes its own branches for a small beta, and a NaN past its ragged end reaches none."""
+    monkeypatch.setattr(cost, "num_sms", lambda device: 1)
+    monkeypatch.setattr(plan, "HAS_SCAN", has_scan)
+    given = inputs(replace(BASE, sizes=(D, D), heads=(1, 4), lengths=packed(70, 30)), torch.bfloat16)
+    beta = given.tensors["beta"]
+    beta[:, :, 0] = 0
+    beta[:, :, 2].neg_()
+    # one token of the last chunk
+    beta[:, 69, 3] = 2.0**-110
+    expected = expected_gradients(given, given.do, given.dfinal_state)
+    for x in (*(given.tensors[name] for name in ("q", "k", "v", "beta")), given.do):
+        x[:, 70:] = float("nan")
+    here = run(given, given.do, given.dfinal_state)[0]
+    for head in range(4):
+        assert error(here.dbeta[:, :70, head], expected[4][:, :70, head]) < 6e-3, head
+    assert error(here.dg[:, :70], expected[3][:, :70]) < 6e-3
+    assert error(here.dbeta[:, 69, 3], expected[4][:, 69, 3]) < 2e-2
+    for x, y in ((here.dq, expected[0]), (here.dk, expected[1]), (here.dv, expected[2])):
+        assert error(x[:, :70], y[:, :70]) < 8e-3
 
 
 def test_the_check_can_fail(monkeypatch):

@@ -140,6 +140,7 @@ DECODE = {
     "fp16 60": ("index", 4, 2, 60, 60, FP16, FP16, False, True, TUNED),
     "fp32 256": ("final", 4, 1, 256, 256, FP32, FP32, False, True, EVERYWHERE),
     "fp32 64, K first": ("P4", 4, 3, 64, 64, FP32, BF16, True, False, TUNED),
+    "many rows 256, bf16 pool": ("index", 256, 1, 256, 256, BF16, BF16, True, True, TUNED),
     "many rows, int16 pool": ("index", 256, 1, 128, 128, BF16, INT16, True, True, TUNED),
     "P1, int16 pool": ("P1", 4, 4, 128, 128, BF16, INT16, True, True, TUNED),
     "fp32, K first, int16 pool": ("P6", 4, 1, 64, 64, FP32, INT16, False, False, TUNED),
@@ -147,6 +148,7 @@ DECODE = {
 # the same with a decay per key channel
 DECODE_OF_CHANNELS = {
     "many rows, bf16 pool": ("index", 256, 1, 128, 128, BF16, BF16, True, True, EVERYWHERE),
+    "many rows 256, bf16 pool": ("index", 256, 1, 256, 256, BF16, BF16, True, True, TUNED),
     "K first": ("final", 4, 1, 128, 128, BF16, FP32, False, False, TUNED),
     "P4": ("P4", 4, 4, 128, 128, BF16, FP32, True, True, TUNED),
 }

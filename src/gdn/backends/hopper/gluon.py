@@ -130,8 +130,9 @@ def widen_bf16(x):
 
     Triton's conversion takes two for the second of the two values in a register.
     """
+    # early clobber (&): the first output is written before the last read of the input
     asm: gl.constexpr = "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;"
-    return gl.inline_asm_elementwise(asm, "=r,=r,r", [x], dtype=gl.float32, is_pure=True, pack=2)
+    return gl.inline_asm_elementwise(asm, "=&r,=r,r", [x], dtype=gl.float32, is_pure=True, pack=2)
 
 
 def kernel(function: Any) -> Any:

@@ -35,7 +35,7 @@ def gradients_kernel(
     # Grid: min(items, SMs), persistent, 1 CTA an SM.
     # Warps: 4 for values (v_new, E, F), 4 for rows (dq, dk), 1 producer.
     # Shared memory: two stages of strips (64 columns of S, dS, v, do, dv), of heads (factors) and of k;
-    # one A_inv and q; split operands, ones; w, E and F from the value to the row warpgroup.
+    # one A_inv and q; split operands; w, E and F from the value to the row warpgroup.
     # K = V = 64: the row warpgroup splits S in shared memory (S_full, 1 arrival), the value warpgroup A_inv,
     # which it alone reads: fp32 in registers, split bf16 in shared memory.
     # mbarriers: full, head_full, A_full, k_full, q_full, 1 arrival by the producer and its TMA bytes; empty,

@@ -182,8 +182,7 @@ def lacks(p: Problem, saved: Saved) -> str | None:
     if p.q.numel() == 0 or p.N == 0:
         return "expected tokens"
     if is_complete(p, saved) and not can_load(p, saved):
-        dtype = rules.operand_dtype(p)
-        return f"expected A_inv and the states to be saved in {dtype}, contiguous and aligned for TMA"
+        return "expected A_inv and the states in the dtypes of a forward, contiguous and aligned for TMA"
     return None
 
 

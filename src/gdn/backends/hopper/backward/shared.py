@@ -61,7 +61,7 @@ class Tiles:
     boxes: Any  # factors, as one TMA load writes them
     factors: Any  # the same, row by row
     # Two stores to one allocation would have a barrier between them: Triton does not compare their indices
-    hi: Any  # the value warpgroup's own: u in bf16, then hi of v_new
+    hi: Any  # the value warpgroup's own: u in bf16, then hi of v_new, then rows of fp32: see `sum_columns`
     lo: Any  # of v_new
     w: Any  # OUT v_new, from the value to the row warpgroup
     E: Any  # of a head, from the value to the row warpgroup; later dq and dk for TMA, half in E, half in F

@@ -84,7 +84,9 @@ from gdn.backends.triton.serving.structs import (
 )
 from gdn.problem import DecodeProblem
 
-# maxnreg of the largest tiles of 16-bit states, by "one token a row": of several, registers hold the next one
+# maxnreg of the largest tiles of 16-bit states, by "one token of at most 128 keys a row". Of several tokens
+# registers hold the next one, too. Of more keys a lane holds twice as many of q and k: ptxas spills some 700
+# bytes a lane in 128 registers.
 REGISTERS = {True: 128, False: 160}
 INT16_REGISTERS = 136  # of many rows of one token, on states in int16 with their scales
 
@@ -391,7 +393,7 @@ def plan_launch(p: DecodeProblem, starts: Sequence[int] = (0, 0, 0), num_states:
     }  # fmt: skip
     # fifteen programs an SM instead of sixteen: faster in many waves over the SMs, slower where one would do
     is_scaled = p.column_scale is not None and num_states >= RESIDENT * gpu.num_sms
-    limit = {"maxnreg": max(REGISTERS[is_single], INT16_REGISTERS if is_scaled else 0)}
+    limit = {"maxnreg": max(REGISTERS[is_single and p.K <= 128], INT16_REGISTERS if is_scaled else 0)}
     grid = (p.N + int(is_packed)) * p.HV * part.blocks(p.V)
     options = pdl_options(gpu) | (limit if is_full and width == 2 else {})
     return Launch(decode_kernel, grid, scalars, constants, part.num_warps, options=options)
