@@ -8,7 +8,7 @@ import json
 import math
 import subprocess
 import time
-from dataclasses import replace
+from dataclasses import make_dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -605,6 +605,20 @@ def test_host_time_is_that_of_right_calls(monkeypatch):
     again = gpu.host(gpu.Session(("gdn", "gdn:eager"), CPU, done=frozenset(held)))
     assert [row["case"] for row in again] == ["forward+backward"] * 2
     assert tables.build_table("host", [{"pass": "host", **row} for row in rows]).lines
+
+
+def test_an_earlier_tree_without_scales_has_a_backend(monkeypatch):
+    """`gdn bench compare` measures trees whose DecodeProblem has no `column_scale`, and refuses the name."""
+    given = jobs.given(catalog.step(3), CPU)
+    expected, check = jobs.backend("gdn", "decode", given), hosttime.parse_decode
+
+    def before(**arguments):
+        assert "column_scale" not in arguments
+        return check(**arguments, column_scale=None)
+
+    monkeypatch.setattr(hosttime, "parse_decode", before)
+    monkeypatch.setattr(hosttime, "DecodeProblem", make_dataclass("DecodeProblem", ["q", "state"]))
+    assert jobs.backend("gdn", "decode", given) == expected == "eager"
 
 
 # cold start
