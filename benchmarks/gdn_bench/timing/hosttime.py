@@ -87,7 +87,7 @@ def prefill_check(given: Inputs, backend: str | None) -> Callable[[], Any]:
 
 
 def _on_pool(check: Callable[..., Any], kind: type[Any], arguments: dict[str, Any]) -> Callable[[], Any]:
-    """Return a check of a call on a pool without scales, which earlier trees that `compare` measures lack."""
+    """Return a check of a call on a pool without scales; trees before int16 pools refuse `column_scale`."""
     if any(field.name == "column_scale" for field in fields(kind)):
         arguments = {**arguments, "column_scale": None}
     return lambda: check(**arguments)

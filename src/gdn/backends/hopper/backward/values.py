@@ -86,7 +86,7 @@ def over_head(w, place, head, count, k_stage, item_count):
 
 @jit
 def smallness(w, place, stage):
-    """Return 0 for a head; 1 if dbeta of a token needs the sums for a small beta; 2 if the scan stored a dr.
+    """Return 1 if a token of the head needs the sums for a small beta, 2 if the scan stored a dr, else 0.
 
     Once a head, as a maximum over warps takes two barriers.
     """
