@@ -132,25 +132,130 @@ def test_a_step_that_cannot_be_recorded_runs_as_it_is(monkeypatch):
     assert recorder.num_replays == 0
 
 
-def test_a_graph_ends_with_its_cache(monkeypatch):
-    """A cache of one's own is updated and returned; its graph is freed with it; outputs are one's own."""
+class Steps:
+    """Decode token by token through the compiled call of a patched model, with a cache of one's own."""
+
+    def __init__(self, model, ids, start=6, length=32):
+        self.model, self.ids, self.at = model, ids, start
+        self.cache = transformers.StaticCache(config=model.config, max_cache_len=length)
+        model(ids[:, :start], **{families.CACHE: self.cache})
+
+    def __call__(self):
+        """Return the logits of the next token."""
+        rows, given = self.ids.shape[0], {families.CACHE: self.cache}
+        given["position_ids"] = torch.full((rows, 1), self.at, device=self.ids.device)
+        given["input_ids"] = self.ids[:, self.at : self.at + 1]
+        self.at += 1
+        output = self.model.get_compiled_call(None)(**given)
+        assert output[families.CACHE] is self.cache
+        return output.logits
+
+
+def recordings(model):
+    return [x for found in graphing._calls[model].recordings.values() for x in found]
+
+
+def whole(model, ids):
+    return model(ids, use_cache=False).logits
+
+
+def test_a_graph_serves_the_next_cache(monkeypatch):
+    """The graph of a cache that is gone serves the next from its first step; a live cache keeps its own."""
     recorder, model = Recorder(monkeypatch), families.make_model("qwen3_5")
-    ids, outputs = families.tokens(2, 12), []
+    ids = families.tokens(2, 20)
     with gdn.patch_transformers(graphs=True), torch.no_grad():
-        call = model.get_compiled_call(None)
-        cache = transformers.StaticCache(config=model.config, max_cache_len=32)
-        model(ids[:, :6], **{families.CACHE: cache})
-        for i in range(6, 12):
-            given = {"position_ids": torch.full((2, 1), i), families.CACHE: cache}
-            outputs.append(call(input_ids=ids[:, i : i + 1], **given))
-            assert outputs[-1][families.CACHE] is cache
-        logits = torch.cat([output.logits for output in outputs], 1)
-        assert families.error(logits, model(ids, use_cache=False).logits[:, 6:]) <= 2e-5
-        assert recorder.num_replays == 4 and len(call.steps) == 1
-        end = weakref.ref(cache)
-        del cache, given, outputs
+        first = Steps(model, ids)
+        logits = torch.cat([first() for _ in range(6)], 1)
+        assert families.error(logits, whole(model, ids)[:, 6:12]) <= 2e-5
+        assert recorder.num_graphs == 1 and recorder.num_replays == 4
+
+        # the first cache is alive: another one has a graph of its own
+        other_ids = families.tokens(2, 20, seed=1)
+        other = Steps(model, other_ids)
+        logits = torch.cat([other() for _ in range(6)], 1)
+        assert families.error(logits, whole(model, other_ids)[:, 6:12]) <= 2e-5
+        assert recorder.num_graphs == 2 and recorder.num_replays == 4 + 6
+
+        end = weakref.ref(first.cache)
+        del first
         gc.collect()
-        assert end() is None and len(call.steps) == 0
+        assert end() is None
+        third_ids = families.tokens(2, 20, seed=2)
+        third = Steps(model, third_ids)
+        logits = torch.cat([third(), other(), third()], 1)[:, ::2]
+        assert families.error(logits, whole(model, third_ids)[:, 6:8]) <= 2e-5
+        assert recorder.num_graphs == 2 and recorder.num_replays == 4 + 6 + 3
+        assert len(recordings(model)) == 2
+    assert len(graphing._calls) == 0
+
+
+def test_each_generate_of_a_kind_replays_one_graph(monkeypatch):
+    recorder, model = Recorder(monkeypatch), families.make_model("qwen3_5")
+    with gdn.patch_transformers(graphs=True):
+        for seed in range(3):
+            ids = families.tokens(2, 12, seed=seed)
+            assert torch.equal(model.generate(ids, **options()), eager(model, ids))
+            gc.collect()
+        assert recorder.num_graphs == 1
+        assert recorder.num_replays == 3 * (NEW - 1) - graphing.EAGER_STEPS
+        # another kind frees the graph, whose cache is gone
+        model.generate(families.tokens(2, 13), **options())
+        assert recorder.num_graphs == 2 and len(recordings(model)) == 1
+
+
+@pytest.mark.parametrize("what", ["a weight", "an attribute", "a dictionary", "attention", "a forward"])
+def test_a_changed_model_is_recorded_again(monkeypatch, what):
+    """A replay has the addresses of the weights, and what Python decided, at the time of its recording."""
+    recorder, ids = Recorder(monkeypatch), families.tokens(2, 12)
+    model = copy.deepcopy(families.make_model("qwen3_5"))
+    head = model.lm_head
+    head.scales = {"default": 1.0}
+    with gdn.patch_transformers(graphs=True):
+        model.generate(ids, **options())
+        if what == "a weight":
+            head.weight = torch.nn.Parameter(-head.weight.detach())
+        elif what == "an attribute":
+            head.scale = 2.0
+        elif what == "a dictionary":
+            head.scales["default"] = 2.0
+        elif what == "attention":
+            model.set_attn_implementation("eager")
+        else:
+            monkeypatch.setattr(torch.nn.Linear, "forward", lambda self, x: -x @ self.weight.mT)
+        assert torch.equal(model.generate(ids, **options()), eager(model, ids))
+    assert recorder.num_graphs == 2
+
+
+def test_a_cache_with_other_tensors_or_values_is_not_replayed(monkeypatch):
+    """reorder_cache replaces tensors, and a layer of a sliding window counts tokens in Python."""
+    recorder, model = Recorder(monkeypatch), families.make_model("qwen3_5")
+    ids = families.tokens(2, 20)
+    with gdn.patch_transformers(graphs=True), torch.no_grad():
+        steps = Steps(model, ids)
+        for _ in range(4):
+            steps()
+        replays = recorder.num_replays
+        assert replays == 2
+        steps.cache.reorder_cache(torch.tensor([1, 0]))
+        steps.ids = ids.flip(0)
+        assert families.error(steps(), whole(model, ids)[:, 10:11].flip(0)) <= 2e-5
+        assert recorder.num_graphs == 2 and recorder.num_replays == replays + 1
+
+        for change in (1, torch.zeros(1)):
+            # an int: no two steps are of one kind; a new tensor: a replay would leave the recorded one
+            changing = Steps(model, ids, length=33)
+            layer = next(x for x in changing.cache.layers if hasattr(x, "keys"))
+            layer.change, update = change, layer.update
+
+            def update_and_change(*args, layer=layer, update=update, **kwargs):
+                layer.change = layer.change + 1
+                return update(*args, **kwargs)
+
+            layer.update, before = update_and_change, recorder.num_replays
+            logits = torch.cat([changing() for _ in range(6)], 1)
+            assert families.error(logits, whole(model, ids)[:, 6:12]) <= 2e-5
+            assert recorder.num_replays == before + isinstance(change, torch.Tensor)
+            assert not any(x.owner() is changing.cache for x in recordings(model))
 
 
 def test_options_are_checked():
@@ -171,5 +276,7 @@ def test_a_graph_has_the_bits_of_eager_steps(family):
             one, other = model.generate(ids, **given), eager(model, ids, **more)
             assert torch.equal(one.sequences, other.sequences)
             assert all(torch.equal(x, y) for x, y in zip(one.logits, other.logits, strict=True))
-        steps = graphing._calls[model].steps
-        assert all(isinstance(s, graphing.Recording) for keys in steps.values() for s in keys.values())
+            # the next generate finds the graph of a cache that is gone
+            del one, other
+            gc.collect()
+        assert len(recordings(model)) == 1

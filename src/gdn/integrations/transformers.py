@@ -83,6 +83,8 @@ class Patch:
         with _lock:
             _active[:] = [patch for patch in _active if patch is not self]
             _graphing[:] = [patch for patch in _active if patch.graphs]
+            if not _graphing:
+                graphing.forget()
             _watch.is_inferring = any(patch.infer_packing for patch in _active)
             if not _active:
                 for entry in reversed(_replaced):

@@ -1,25 +1,37 @@
-"""Decode with one CUDA graph for each static cache of a Transformers model, without a compiler.
+"""Decode with one CUDA graph for each kind of static cache of a Transformers model, without a compiler.
 
 `generate(cache_implementation="static")` on a GPU gets the callable of its decode steps from
 `model.get_compiled_call`, which compiles the model. With `patch_transformers(graphs=True)` it gets a
 `GraphedCall`: the first steps run as they are, then one is recorded, and later ones replay it. The kernels
 are those of eager steps, so the bits are theirs.
+
+A graph has the addresses of a cache, and `generate` makes a cache for each call. So a recording keeps the
+tensors of its cache. When that cache is gone, the next one of the same sizes copies its contents into them
+and has them from then on: its first decode step is a replay.
 """
 
+import itertools
 import warnings
 import weakref
-from collections.abc import Callable, Sized
+from collections.abc import Callable, Hashable, Sized
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from gdn import settings
 from gdn.integrations.transformers_packing import CACHES
 
 # kernels are compiled and cuBLAS allocates its workspaces in steps that run as they are
 EAGER_STEPS = 2
+# of which eager steps are counted
+MOST_KINDS = 64
+# attributes of every module: its parameters, hooks and parts
+COMMON = frozenset(vars(nn.Module()))
 DEVICES = ("cuda",)
+# attributes of a cache's layers that a step may read in Python
+VALUES = (bool, int, float, str, type(None), torch.dtype, torch.device)
 # arguments whose outputs a graph would overwrite, or that a step of `generate` does not have
 REFUSED = ("output_attentions", "output_hidden_states", "labels", "inputs_embeds")
 
@@ -43,13 +55,75 @@ def is_hooked(model: nn.Module) -> bool:
     )
 
 
-class Recording:
-    """Hold a recorded step: its inputs at fixed addresses, its outputs, and the call that replays it."""
+class CacheState:
+    """Hold where the layers of a cache have tensors and plain values: what a recorded step depends on."""
 
-    def __init__(self, leaves: list[Any], run: Callable[[list[Any]], Any], pool: Any) -> None:
-        """Record run(leaves) on copies of the tensors among leaves; nothing is executed."""
+    def __init__(self, cache: Any) -> None:
+        self.tensor_places: list[tuple[Any, Any]] = []
+        self.value_places: list[tuple[Any, Any]] = []
+        for layer in cache.layers:
+            own = vars(layer)
+            for holder in (own, *(x for x in own.values() if isinstance(x, dict))):
+                self.tensor_places += [(holder, name) for name, x in holder.items() if isinstance(x, Tensor)]
+                self.value_places += [(holder, name) for name, x in holder.items() if isinstance(x, VALUES)]
+
+    def tensors(self) -> list[Tensor]:
+        return [holder[name] for holder, name in self.tensor_places]
+
+    def values(self) -> list[Any]:
+        return [holder[name] for holder, name in self.value_places]
+
+    def restore(self, values: list[Any]) -> None:
+        for (holder, name), value in zip(self.value_places, values, strict=True):
+            holder[name] = value
+
+    def key(self) -> Hashable:
+        """Return what two caches have in common that one recording can serve."""
+        names = tuple(name for _, name in self.tensor_places)
+        return names, tuple((x.shape, x.stride(), x.dtype) for x in self.tensors()), tuple(self.values())
+
+    def move_to(self, buffers: list[Tensor]) -> None:
+        """Copy the tensors of the cache to `buffers`, which take their places."""
+        for (holder, name), buffer in zip(self.tensor_places, buffers, strict=True):
+            buffer.copy_(holder[name])
+            holder[name] = buffer
+
+
+class Recording:
+    """Hold a recorded step: the tensors of its cache, its inputs, its outputs, and what replays it."""
+
+    def __init__(self, inputs_key: Hashable, leaves: list[Any], cache: Any, state: CacheState) -> None:
+        self.inputs_key = inputs_key
         self.inputs = [x.clone() if isinstance(x, Tensor) else x for x in leaves]
-        self.replay, self.output = record(lambda: run(self.inputs), pool)
+        self.buffers, self.values = state.tensors(), state.values()
+        # a graph must not keep its cache alive
+        self.owner, self.state = weakref.ref(cache), state
+        self.replay: Callable[[], None]
+        self.output: Any
+
+    def record(self, run: Callable[[list[Any], Any], Any], pool: Any) -> None:
+        """Record run(inputs, cache); nothing is executed. Restore the cache's plain values if that fails."""
+        try:
+            self.replay, self.output = record(lambda: run(self.inputs, self.owner()), pool)
+        except RuntimeError:
+            self.state.restore(self.values)
+            raise
+
+    @property
+    def is_idle(self) -> bool:
+        """Return True if the cache is gone."""
+        return self.owner() is None
+
+    @property
+    def is_current(self) -> bool:
+        """Return True if the cache has the recorded tensors and plain values."""
+        kept = all(x is y for x, y in zip(self.state.tensors(), self.buffers, strict=True))
+        return kept and self.state.values() == self.values
+
+    def adopt(self, cache: Any, state: CacheState) -> None:
+        """Serve `cache`, whose state has the same key, in the place of a cache that is gone."""
+        state.move_to(self.buffers)
+        self.owner, self.state = weakref.ref(cache), state
 
     def step(self, leaves: list[Any]) -> Any:
         """Replay the step on new inputs; return its outputs, with logits of their own."""
@@ -71,17 +145,19 @@ def record(run: Callable[[], Any], pool: Any) -> tuple[Callable[[], None], Any]:
 
 
 class GraphedCall:
-    """Call a model as `model(**inputs)` does, with a graph for each static cache and kind of inputs.
+    """Call a model as `model(**inputs)` does, with a graph for each kind of static cache and inputs.
 
     A step is graphed if it has one token per row, a cache of buffers with fixed addresses, no gradients, and
-    asks for nothing but logits. Everything else, and what cannot be recorded, runs as it is.
+    asks for nothing but logits. Everything else, and what cannot be recorded, runs as it is. A recording
+    outlives its cache, whose memory it holds, until the next one is made.
     """
 
     def __init__(self, model: nn.Module) -> None:
         # weak, as `_calls` holds this object as long as the model lives
         self.model = weakref.ref(model)
-        # the graphs of a cache live as long as the cache, whose addresses they have
-        self.steps: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDictionary()
+        self.recordings: dict[Hashable, list[Recording]] = {}
+        # how many steps of a kind ran as they are; None: it cannot be recorded
+        self.eager_steps: dict[Hashable, int | None] = {}
         self.pool: Any = None
 
     def __call__(self, **inputs: Any) -> Any:
@@ -91,34 +167,53 @@ class GraphedCall:
             return model(**inputs)
         cache = inputs.pop(name)
         leaves, spec = pytree.tree_flatten(inputs)
-        steps, key = self.steps.setdefault(cache, {}), _key_of(leaves, spec)
-        state = steps.get(key, 0)
-        if isinstance(state, Recording):
-            return _with_cache(state.step(leaves), name, cache)
-        if state is None or state < EAGER_STEPS:
-            # None: it cannot be recorded
-            steps[key] = None if state is None else state + 1
-            return model(**inputs, **{name: cache})
-        # a graph must not keep its cache alive, whose end frees the graph
-        alive = weakref.ref(cache)
+        inputs_key = _key_of(leaves, spec)
+        for recording in itertools.chain(*self.recordings.values()):
+            if recording.owner() is cache and recording.inputs_key == inputs_key and recording.is_current:
+                return _with_cache(recording.step(leaves), name, cache)
 
-        def run(given: list[Any]) -> Any:
-            output = model(**pytree.tree_unflatten(given, spec), **{name: alive()})
+        def run(given: list[Any], cache: Any) -> Any:
+            output = model(**pytree.tree_unflatten(given, spec), **{name: cache})
             output[name] = None
             return output
 
+        state = CacheState(cache)
+        key = (inputs_key, state.key(), _key_of_model(model))
+        idle = next((x for x in self.recordings.get(key, ()) if x.is_idle), None)
+        if idle is not None:
+            idle.adopt(cache, state)
+            return _with_cache(idle.step(leaves), name, cache)
+        steps = self.eager_steps.get(key, 0)
+        if steps is None or steps < EAGER_STEPS:
+            if len(self.eager_steps) >= MOST_KINDS:
+                self.eager_steps.clear()
+            self.eager_steps[key] = None if steps is None else steps + 1
+            return model(**inputs, **{name: cache})
+        recording = Recording(inputs_key, leaves, cache, state)
         try:
-            steps[key] = Recording(leaves, run, self._memory())
+            recording.record(run, self._memory())
         except RuntimeError as error:
             torch.cuda.synchronize()
-            steps[key] = None
+            self.eager_steps[key] = None
             _warn(error)
             return model(**inputs, **{name: cache})
-        return _with_cache(steps[key].step(leaves), name, cache)
+        output = _with_cache(recording.step(leaves), name, cache)
+        if recording.is_current:
+            self.recordings.setdefault(key, []).append(recording)
+        else:
+            # a step that changes plain values or tensors of the cache in Python: a replay would not
+            self.eager_steps[key] = None
+        return output
 
     def _memory(self) -> Any:
-        """Return the memory pool of all graphs of this model: they never run at the same time."""
-        if self.pool is None and torch.cuda.is_available():
+        """Free the recordings of caches that are gone; return the memory pool of the others and the next.
+
+        The graphs of a model share a pool, as they never run at the same time. PyTorch refuses the handle of
+        a pool whose last graph is gone.
+        """
+        kept = {key: [x for x in found if not x.is_idle] for key, found in self.recordings.items()}
+        self.recordings = {key: found for key, found in kept.items() if found}
+        if not self.recordings and torch.cuda.is_available():
             self.pool = torch.cuda.graph_pool_handle()
         return self.pool
 
@@ -141,9 +236,44 @@ class GraphedCall:
 _calls: weakref.WeakKeyDictionary[Any, GraphedCall] = weakref.WeakKeyDictionary()
 
 
-def _key_of(leaves: list[Any], spec: Any) -> Any:
+def forget() -> None:
+    """Free all recordings."""
+    _calls.clear()
+
+
+def _key_of(leaves: list[Any], spec: Any) -> Hashable:
     kinds = tuple((tuple(x.shape), x.dtype) if isinstance(x, Tensor) else repr(x) for x in leaves)
     return str(spec), kinds
+
+
+def _key_of_model(model: Any) -> Hashable:
+    """Return what a recording has of a model and of PyTorch's modes: addresses, and what Python decides by.
+
+    Weights that are written in place are read by a replay. Weights that are replaced are not, and neither is
+    an adapter that is switched, a scale, or another forward.
+    """
+    weights = tuple((x.data_ptr(), x.shape, x.dtype) for x in (*model.parameters(), *model.buffers()))
+    modules = tuple(
+        (type(m).forward, m.training, *(_plain(name, x) for name, x in vars(m).items() if name not in COMMON))
+        for m in model.modules()
+    )
+    kind = model.device.type
+    modes = (
+        torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind), torch.is_inference_mode_enabled(),
+        torch.are_deterministic_algorithms_enabled(), torch.get_float32_matmul_precision(),
+    )  # fmt: skip
+    attention = getattr(model.config, "_attn_implementation", None)
+    return weights, modules, modes, attention, settings.of_call()
+
+
+def _plain(name: str, x: Any) -> Hashable:
+    """Return a module's attribute, or the plain values in it."""
+    if isinstance(x, VALUES):
+        return name, x
+    if isinstance(x, dict):
+        return (name, *((key, y) for key, y in x.items() if isinstance(y, VALUES)))
+    several = x if isinstance(x, list | tuple | set) else ()
+    return (name, *(y for y in several if isinstance(y, VALUES)))
 
 
 def _with_cache(output: Any, name: str, cache: Any) -> Any:

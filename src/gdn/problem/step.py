@@ -105,7 +105,12 @@ class StepProblem(Declared, Numerics, Layer):
 
     def decode(self, mixed: Tensor, out: Tensor | None) -> DecodeProblem:
         """Return the second stage: the decode of `mixed`, the convolved tokens, to `out` [B, HV, V]."""
-        views = packed_views({**vars(self), "mixed_qkv": mixed, "out": out}, is_dense=True)
+        # named one by one: Dynamo of PyTorch 2.11 breaks its graph at `vars` of a frozen dataclass
+        given = {
+            "mixed_qkv": mixed, "a": self.a, "b": self.b, "out": out,
+            "num_k_heads": self.H, "head_k_dim": self.K, "head_v_dim": self.V,
+        }  # fmt: skip
+        views = packed_views(given, is_dense=True)
         return DecodeProblem(
             **views, state=self.state, g=None, beta=None, A_log=self.A_log, dt_bias=self.dt_bias,
             column_scale=self.column_scale, cu_seqlens=None, read_index=self.read_index, num_accepted=None,
