@@ -244,7 +244,8 @@ def main():
         try:
             done = subprocess.run(command, timeout=min(limit, left), capture_output=True, text=True)
             failure = done.stderr.strip().splitlines()[-3:] if done.returncode else []
-            lines = [done.stdout.strip(), *(f"{name}: {line[:300]}" for line in failure)]
+            warned = [line for line in done.stderr.splitlines() if "RuntimeWarning: a decode step" in line]
+            lines = [done.stdout.strip(), *(f"{name}: {line[:300]}" for line in (*failure, *warned[:2]))]
             print(*lines, f"    [{name}: {time.monotonic() - start:.0f} s]", sep="\n", flush=True)
         except subprocess.TimeoutExpired as late:
             said = (late.stdout or b"").decode().strip()
