@@ -3,6 +3,8 @@
 import doctest
 import importlib
 import itertools
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -18,7 +20,7 @@ from gdn.reference.layer import causal_conv1d, rms_norm_gated
 
 pytestmark = pytest.mark.usefixtures("poison")
 
-NAN = float("nan")
+NAN, INF = float("nan"), float("inf")
 F64, F32, F16, BF16 = torch.float64, torch.float32, torch.float16, torch.bfloat16
 WRITTEN = ("conv_state", "state")
 ROWS = 5
@@ -240,8 +242,8 @@ def test_a_cached_call(backend, device):
 def test_a_repeated_dense_step_has_the_bits_of_the_three_functions(monkeypatch, name, L, rows):
     """A CPU repeats a call on whole fp32 states without problems: the same bits, and the same buffers."""
     runs = []
-    run_dense = dense_step._run
-    monkeypatch.setattr(dense_step, "_run", lambda *given: runs.append(given) or run_dense(*given))
+    run_dense = dense_step.DenseStep.run
+    monkeypatch.setattr(dense_step.DenseStep, "run", lambda *given: runs.append(given) or run_dense(*given))
     changes = {
         "value first": {"state_v_first": True, "allow_neg_eigval": True, "norm_activation": "sigmoid"},
         "plain": dict.fromkeys(("z", "norm_weight", "conv_activation", "conv_bias", "dt_bias")),
@@ -260,6 +262,96 @@ def test_a_repeated_dense_step_has_the_bits_of_the_three_functions(monkeypatch, 
         assert same_bits(out, expected) and all(same_bits(mine[x], own[x]) for x in WRITTEN)
     # the first call of a kind in this process is checked
     assert len(runs) >= 2
+
+
+def run_dense_steps(x, options, count=3):
+    """Repeat a step on its pools, and by the three functions; return whether all bits were the same."""
+    own, mine = moved(x, "cpu") | options, moved(x, "cpu") | options
+    for _ in range(count):
+        expected, out = compose_step(own, "eager"), api.decode_step(**mine, backend="eager")
+        if not (same_bits(out, expected) and all(same_bits(mine[x], own[x]) for x in WRITTEN)):
+            return False
+    return True
+
+
+@pytest.mark.parametrize("rows", [1, 2, 5])
+@pytest.mark.parametrize("sizes", [(1, 3, 10, 7, 4), (2, 2, 5, 3, 1), (3, 9, 1, 1, 2), (1, 1, 33, 20, 3)])
+def test_a_repeated_dense_step_of_odd_sizes(sizes, rows):
+    """Rows of keys that are no multiple of 64 bytes are placed as single rows are."""
+    x, options = step_of(rows, *sizes, L=4)
+    x.pop("read_index")
+    assert run_dense_steps(x, options)
+
+
+@pytest.mark.parametrize("A_log", [-800.0, 0.0, 88.0, 709.9, 3e38, INF, -INF])
+def test_a_repeated_dense_step_at_the_borders_of_gates(A_log):
+    """Logits and rates from 0 to infinity have the gates of `decode`, and NaN where it has NaN."""
+    logits = torch.tensor(
+        [0.0, -0.0, 1e-30, 20, -20, 104, -104, 709, -709, 745, -746, 3e38, -3e38, INF, -INF]
+    )
+    HV = len(logits)
+    x, options = step_of(2, 1, HV, 4, 4, 4, L=3)
+    x.pop("read_index")
+    x |= {
+        "a": torch.stack((logits, logits.flip(0))), "b": torch.stack((logits.roll(3), logits)),
+        "A_log": torch.full((HV,), A_log), "dt_bias": torch.zeros(HV),
+    }  # fmt: skip
+    assert run_dense_steps(x, options)
+
+
+def test_nan_of_a_repeated_dense_step_is_where_decode_has_it():
+    x, options = step_of(2, 1, 4, 4, 4, 4, L=3)
+    x.pop("read_index")
+    x["a"][0, 1] = x["b"][1, 2] = NAN
+    own, mine = moved(x, "cpu") | options, moved(x, "cpu") | options
+    for _ in range(3):
+        expected, out = compose_step(own, "eager"), api.decode_step(**mine, backend="eager")
+        assert torch.equal(out.isnan(), expected.isnan()) and bool(out.isnan().any())
+        assert torch.equal(out.nan_to_num(), expected.nan_to_num())
+        assert torch.equal(mine["state"].isnan(), own["state"].isnan())
+
+
+def dense_workspaces(monkeypatch):
+    """Return the list of workspaces that are made from now on."""
+    made, create = [], dense_step.Workspace.__init__
+
+    def note(self, sizes):
+        create(self, sizes)
+        made.append(self)
+
+    monkeypatch.setattr(dense_step.Workspace, "__init__", note)
+    return made
+
+
+@pytest.mark.parametrize("is_large", [False, True])
+def test_a_small_workspace_of_a_dense_step_is_kept(monkeypatch, is_large):
+    made, sizes = dense_workspaces(monkeypatch), (2, 1, 3, 16, 11 + is_large, 4)
+    monkeypatch.setattr(dense_step, "LARGEST", 100 if is_large else 1 << 20)
+    for _ in range(4):
+        x, options = step_of(*sizes, L=3)
+        x.pop("read_index")
+        assert run_dense_steps(x, options, 2)
+    # the first call is checked
+    assert len(made) == (7 if is_large else 1)
+
+
+def test_dense_steps_of_several_threads_do_not_meet(monkeypatch):
+    """Each thread has its own workspace, and a step that fails leaves none in an unknown state."""
+    made, x, options = dense_workspaces(monkeypatch), *step_of(1, 2, 4, 16, 13, 4, L=3)
+    x.pop("read_index")
+    assert run_dense_steps(x, options) and len(made) == 1
+    meeting, convolve = threading.Barrier(2), dense_step.DenseStep._convolve
+
+    def convolve_together(*given):
+        convolve(*given)
+        meeting.wait(30)
+
+    monkeypatch.setattr(dense_step.DenseStep, "_convolve", convolve_together)
+    given = [moved(step_of(1, 2, 4, 16, 13, 4, L=3)[0] | {"read_index": None}, "cpu") for _ in range(2)]
+    expected = [compose_step(moved(x, "cpu") | options, "eager") for x in given]
+    with ThreadPoolExecutor(2) as threads:
+        outs = list(threads.map(lambda x: api.decode_step(**x, **options, backend="eager"), given))
+    assert len(made) == 2 and all(map(same_bits, outs, expected))
 
 
 def test_a_repeated_dense_step_leaves_what_autograd_reads():

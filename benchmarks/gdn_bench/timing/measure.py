@@ -41,28 +41,30 @@ def interleaved(
     *,
     cold: Iterable[str] = (),
     burst: int = 1,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, Times]:
     """Time functions in turn, so that a slow minute of the machine affects all of them.
 
+    Each second round goes in the reverse order: work that grows or ends in a round favours no function.
     runs: how often each function runs, evenly spread. cold: functions that are not called once before, since
     they take too long. burst: calls of one run, whose mean counts; single short calls in turn would evict
-    each other's caches.
+    each other's caches. clock: returns seconds; that of the process leaves out the time of others.
     """
     for name, function in functions.items():
         if name not in cold:
             function()
     seconds: dict[str, list[float]] = {name: [] for name in functions}
-    rounds = max(runs[name] for name in functions)
+    rounds, order = max(runs[name] for name in functions), list(functions.items())
     for i in range(rounds):
-        for name, function in functions.items():
+        for name, function in order if i % 2 == 0 else reversed(order):
             if (i + 1) * runs[name] // rounds == i * runs[name] // rounds:
                 continue
-            start = time.perf_counter()
+            start = clock()
             for _ in range(burst):
                 function()
             if torch.cuda.is_available():
                 torch.cuda.synchronize()
-            seconds[name].append((time.perf_counter() - start) / burst)
+            seconds[name].append((clock() - start) / burst)
     return {name: times(values) for name, values in seconds.items()}
 
 

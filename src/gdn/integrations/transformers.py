@@ -18,6 +18,7 @@ from gdn.integrations import transformers_calls as calls
 from gdn.integrations import transformers_graphs as graphing
 from gdn.integrations import transformers_norm as norms
 from gdn.integrations import transformers_packing as packing
+from gdn.integrations import transformers_rms_norm as rms_norms
 from gdn.integrations import transformers_step as steps
 
 OLDEST = (5, 17)
@@ -186,8 +187,14 @@ def _scan_on_subclass(original: Any) -> classmethod:
 
 def _scan() -> None:
     """Patch every model file among the imported modules that is not patched yet."""
+    per_head, per_channel = (first for first, _ in RULES)
     for name, module in list(sys.modules.items()):
-        if isinstance(module, ModuleType) and _is_model_file(name, module):
+        # two look-ups and no call for most modules: a process with Transformers has thousands
+        if not isinstance(module, ModuleType) or (
+            per_head not in module.__dict__ and per_channel not in module.__dict__
+        ):
+            continue
+        if _is_model_file(name, module):
             for function, make in FUNCTIONS.items():
                 original = vars(module).get(function)
                 if callable(original) and not _is_ours(module, function):
@@ -200,9 +207,7 @@ def _scan() -> None:
 def _is_model_file(name: str, module: ModuleType) -> bool:
     """Return True for a module with both functions of a rule and own layers; scripts only import them."""
     names = vars(module)
-    # two look-ups for most modules: a process with Transformers has thousands
-    rules = [rule for first, rule in RULES if first in names]
-    has_rule = any(all(callable(names.get(x)) for x in rule) for rule in rules)
+    has_rule = any(all(callable(names.get(x)) for x in rule) for _, rule in RULES)
     if not has_rule or name.split(".")[0] == "gdn":
         return False
     return any(
@@ -226,6 +231,8 @@ def _serve_class(cls: type) -> None:
         _replace(cls, "forward", steps.with_step(vars(cls)["forward"], _active))
     elif is_served and not _is_ours(cls, "forward") and (activations := norms.activations_of(cls)):
         _replace(cls, "forward", norms.with_norm(cls, activations, _active))
+    elif is_served and not _is_ours(cls, "forward") and rms_norms.is_rms_norm(cls):
+        _replace(cls, "forward", rms_norms.with_rms_norm(cls, _active))
 
 
 def _has_layers(model: nn.Module) -> bool:

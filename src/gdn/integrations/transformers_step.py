@@ -76,8 +76,14 @@ def with_step(forward: Callable[..., Tensor], active: Sized) -> Callable[..., Te
 
 def _cache_buffers(m: Any, x: Tensor, kwargs: dict[str, Any]) -> tuple[Tensor, Tensor] | None:
     """Return this layer's window [B, D, W] and state [B, HV, K, V] in the cache, if it holds both."""
-    marks = ("attention_mask", "cu_seq_lens_q", "seq_idx")
-    if x.is_meta or torch.compiler._is_exporting_flag or any(kwargs.get(n) is not None for n in marks):
+    given = kwargs.get
+    if (
+        given("attention_mask") is not None
+        or given("cu_seq_lens_q") is not None
+        or given("seq_idx") is not None
+    ):
+        return None
+    if x.is_meta or torch.compiler._is_exporting_flag:
         return None
     if torch.is_grad_enabled() and (x.requires_grad or m.out_proj.weight.requires_grad):
         # autograd records; generate does not
