@@ -279,3 +279,53 @@ def test_the_gate_can_fail(monkeypatch):
             assert not torch.equal(norm(x), expected)
         with gdn.patch_transformers():
             assert torch.equal(norm(x), expected)
+
+
+def exact(x, weight, eps):
+    x, weight = x.double(), weight.double()
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * (1 + weight)
+
+
+def check_three_kernels(device, dtype, size):
+    """The norm for GPUs has the shape and strides of the class, and errors beside fp64 that are no larger."""
+    norm = make_norm(size=size, dtype=dtype).to(device)
+    for x in inputs(size, dtype):
+        x = x.to(device)
+        with torch.no_grad():
+            own, y = norm(x), rms_norms.normalise_in_three(x, norm.weight, norm.eps)
+        assert y.shape == own.shape and y.dtype == own.dtype
+        # the stride of an axis of one element has no meaning
+        assert all(a == b for a, b, n in zip(y.stride(), own.stride(), y.shape, strict=True) if n > 1)
+        expected = exact(x, norm.weight, norm.eps)
+        if x.numel() > 0:
+            assert (y - expected).norm() <= 1.02 * (own - expected).norm() + 2e-7 * expected.norm()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_three_kernels_compute_the_norm(dtype):
+    check_three_kernels("cpu", dtype, 48)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("size", [128, 2048])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_three_kernels_compute_the_norm_on_a_gpu(dtype, size):
+    check_three_kernels("cuda", dtype, size)
+    norm, x = make_norm(size=size, dtype=dtype).cuda(), inputs(size, dtype)[0].cuda()
+    with gdn.patch_transformers(), torch.no_grad():
+        expected = rms_norms.normalise_in_three(x, norm.weight, norm.eps)
+        assert torch.equal(norm(x), expected)
+        # a replay reads the weight as it is then
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y = norm(x)
+        norm.weight.mul_(2)
+        graph.replay()
+        assert torch.equal(y, rms_norms.normalise_in_three(x, norm.weight, norm.eps))
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as found:
+            norm(x)
+            torch.cuda.synchronize()
+    kernels = [e for e in found.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+    assert len(kernels) <= (2 if dtype == torch.float32 else 3), [e.name for e in kernels]
