@@ -248,6 +248,14 @@ def commit(dtype: torch.dtype, has_extra: bool) -> Callable[[], Any]:
     return lambda: gdn.commit(pool, kept, index, index, index, **options)
 
 
+def commit_to_int16(D: int, v_first: bool, has_extra: bool) -> Callable[[], Any]:
+    pool = with_scales(pool_of(2, 5, K=D, V=D, dtype=INT16, v_first=v_first), v_first)
+    kept = pool_of(2, 3, 4, K=D, V=D, v_first=v_first)
+    index, extra = torch.arange(2), torch.arange(2) + 2
+    options = {"extra_dst_index": extra, "extra_step": index} if has_extra else {}
+    return lambda: gdn.commit(pool, kept, index, index, index, state_v_first=v_first, **options)
+
+
 def replay(
     B: int, T: int, K: int, V: int, dtype: Any, pool_dtype: Any, kept: Any, v_first: bool, is_packed: bool,
     is_per_channel: bool = False,
@@ -779,6 +787,8 @@ OTHERS = {
     "replay of channels": (replay, (80, 4, 128, 128, BF16, FP32, BF16, True, False, True), TUNED),
     "replay fp16 60": (replay, (3, 4, 60, 60, FP16, FP16, FP32, True, False), TUNED),
     "commit to two places": (commit, (BF16, True), TUNED),
+    "commit to int16": (commit_to_int16, (128, True, True), EVERYWHERE),
+    "commit to int16, K first": (commit_to_int16, (64, False, False), TUNED),
     "gate fp32": (gate, (FP32, True), EVERYWHERE),
     "gate bf16": (gate, (BF16, False), TUNED),
     "gate of channels": (gate, (BF16, True, (128,), -5.0), TUNED),

@@ -11,7 +11,8 @@ from gdn.ops.int16 import Int16Pool, tensors_of
 from gdn.ops.library import Signature, define_writer, guarded
 from gdn.ops.serving import TOKENS
 from gdn.problem import CommitProblem, PrefillProblem
-from gdn.problem.serving import parse_commit, parse_prefill
+from gdn.problem.commit import parse_commit
+from gdn.problem.serving import parse_prefill
 
 
 def prefill(
@@ -105,7 +106,7 @@ def prefill(
 
 
 def commit(
-    dst: Tensor,
+    dst: Tensor | Int16Pool,
     src: Tensor,
     dst_index: Index,
     src_row: Index,
@@ -113,27 +114,35 @@ def commit(
     *,
     extra_dst_index: Index | None = None,
     extra_step: Index | None = None,
+    state_v_first: bool = False,
 ) -> None:
     """Copy the accepted states of all layers to their slots, after verification.
 
         dst[:, dst_index[i]] = src[:, src_row[i], step[i]],   also for extra_dst_index and extra_step
 
     Args:                     shape                  dtype
-        dst                   [L, slots, ...]        any float, any stride; written
+        dst                   [L, slots, ...]        any float, any stride; written. An `Int16Pool` of all
+                                                     layers has [L, slots, HV, K, V] and scales
         src                   [L, rows, T, ...]      any float; the intermediate states of `decode`, per layer
         dst_index             [n] int                slot
         src_row               [n] int                row of src
         step                  [n] int                token of this row, from 0; negative: copy none
         extra_dst_index       [n] int or None        a second slot, for example for a prefix cache
         extra_step            [n] int or None        the token for the second slot
+        state_v_first         bool                   layout of the states of an Int16Pool, as in `decode`; not
+                                                     used for tensors
 
     An entry whose slot, row or step is out of range is skipped. No slot may be written twice.
+    Bits:   an Int16Pool gets the bits that `decode` of the accepted tokens writes, if src is in fp32, with
+            and without round_state; scales are stored with the integers.
     Raises: TypeError, ValueError, NotImplementedError as in `gdn.problem`; no tensor has been modified then.
     Cost:   one read and one write per copied state.
     """
+    states, column_scale = tensors_of(dst)
     problem = parse_commit(
-        dst=dst, src=src, dst_index=dst_index, src_row=src_row, step=step, extra_dst_index=extra_dst_index,
-        extra_step=extra_step,
+        dst=states, src=src, dst_index=dst_index, src_row=src_row, step=step,
+        extra_dst_index=extra_dst_index, extra_step=extra_step, column_scale=column_scale,
+        state_v_first=state_v_first,
     )  # fmt: skip
     _commit_op(*problem.arguments())
 

@@ -3,6 +3,7 @@
 All validation is in this folder; no module below it validates again.
 """
 
+from gdn.problem.commit import CommitProblem
 from gdn.problem.history import FoldProblem, HistoryProblem
 from gdn.problem.replay import KeepProblem, ReplayProblem
 from gdn.problem.rule import (
@@ -14,7 +15,7 @@ from gdn.problem.rule import (
     host_offsets,
     parse,
 )
-from gdn.problem.serving import CommitProblem, DecodeProblem, PrefillProblem
+from gdn.problem.serving import DecodeProblem, PrefillProblem
 from gdn.problem.shapes import CHUNK
 
 __all__ = [

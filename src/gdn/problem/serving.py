@@ -1,4 +1,4 @@
-"""Check the calls of a serving engine: one decode step, one prefill or one commit on its state pools.
+"""Check the calls of a serving engine: one decode step or one prefill on its state pools.
 
 The fields have the names of the arguments of `gdn.ops.serving`, where they are documented.
 """
@@ -234,21 +234,6 @@ class PrefillProblem(Declared, Numerics, Prompts, ColumnScale, Gates, PoolTokens
         )  # fmt: skip
 
 
-@declared
-@dataclass(frozen=True)
-class CommitProblem(Declared):
-    """Hold one checked commit: dst [L, slots, ...], src [L, rows, T, ...], the rest [n]."""
-
-    dst: Annotated[Tensor, WRITTEN]
-    src: Tensor
-    dst_index: Index
-    src_row: Index
-    step: Index
-    extra_dst_index: Index | None
-    extra_step: Index | None
-    backend: str | None = None
-
-
 def parse_decode(**given: Any) -> DecodeProblem:
     """Check a call of `decode` without reading tensor contents; allocate `out` if it is None."""
     p = DecodeProblem.draft(given)
@@ -354,31 +339,4 @@ def parse_prefill(**given: Any) -> PrefillProblem:
     if p.cu_seqlens.device.type != "cpu":
         check.companions(p.q, "q", cu_seqlens=p.cu_seqlens)
     p.complete(out=addressing.output(p.v, p.out), scale=addressing.scale(p.scale, dims))
-    return p
-
-
-def parse_commit(**given: Any) -> CommitProblem:
-    """Check a call of `commit` without reading tensor contents."""
-    p = CommitProblem.draft(given)
-    check.floating("dst", p.dst)
-    check.floating("src", p.src)
-    if p.dst.dim() < 2:
-        raise ValueError(f"dst: expected shape [L, slots, ...], got {list(p.dst.shape)}")
-    dst, src = p.dst.shape, p.src.shape
-    if len(src) != len(dst) + 1 or src[0] != dst[0] or src[3:] != dst[2:]:
-        rest = "".join(f", {size}" for size in dst[2:])
-        raise ValueError(f"src: expected shape [L={dst[0]}, rows, T{rest}], got {list(src)}")
-    check.writable("dst", p.dst)
-    dims: dict[str, int] = {}
-    addressing.index("dst_index", p.dst_index, "n", dims)
-    addressing.index("src_row", p.src_row, "n", dims)
-    addressing.index("step", p.step, "n", dims)
-    if p.extra_dst_index is not None or p.extra_step is not None:
-        addressing.index("extra_dst_index", p.extra_dst_index, "n", dims)
-        addressing.index("extra_step", p.extra_step, "n", dims)
-    check.companions(
-        p.dst, "dst", src=p.src, dst_index=p.dst_index, src_row=p.src_row, step=p.step,
-        extra_dst_index=p.extra_dst_index, extra_step=p.extra_step,
-    )  # fmt: skip
-    check.no_gradient("commit", dst=p.dst, src=p.src)
     return p

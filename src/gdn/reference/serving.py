@@ -318,28 +318,6 @@ def replay_commit(
     return pool.state, moved
 
 
-def commit(
-    dst: Tensor,
-    src: Tensor,
-    dst_index: Index,
-    src_row: Index,
-    step: Index,
-    *,
-    extra_dst_index: Index | None = None,
-    extra_step: Index | None = None,
-) -> Tensor:
-    """Compute `gdn.commit` entry by entry; return a copy of dst."""
-    out = dst.clone()
-    for index, steps in ((dst_index, step), (extra_dst_index, extra_step)):
-        if index is None or steps is None:
-            continue
-        for i in range(index.shape[0]):
-            d, r, t = int(index[i]), int(src_row[i]), int(steps[i])
-            if 0 <= d < dst.shape[1] and 0 <= r < src.shape[1] and 0 <= t < src.shape[2]:
-                out[:, d] = src[:, r, t]
-    return out
-
-
 def _activate(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, beta: Tensor | None, a: Tensor | None,
     b: Tensor | None, A_log: Tensor | None, dt_bias: Tensor | None, lower_bound: float | None,

@@ -119,8 +119,13 @@ def _slice_tokens(rule: Problem, start: int, end: int) -> Problem:
 
 
 def commit(problem: CommitProblem) -> None:
-    """Implement `Backend.commit`: write problem.dst, one strided copy of all layers per row, no temporary."""
-    p = problem
+    """Implement `Backend.commit`: write problem.dst, one strided copy of all layers per row, no temporary.
+
+    States for an Int16Pool are rounded in fp32, or in fp64 where they are in fp64.
+    """
+    p, dst = problem, problem.dst
+    wide = torch.promote_types(p.src.dtype, torch.float32)
+    pool = None if p.column_scale is None else ColumnStates(dst, p.column_scale, p.state_v_first)
     slots, (rows, T) = p.dst.shape[1], p.src.shape[1:3]
     copies = [(p.dst_index, p.step)]
     if p.extra_dst_index is not None and p.extra_step is not None:
@@ -128,4 +133,7 @@ def commit(problem: CommitProblem) -> None:
     for dst_index, step in copies:
         for d, r, t in zip(dst_index.tolist(), p.src_row.tolist(), step.tolist(), strict=True):
             if 0 <= d < slots and 0 <= r < rows and 0 <= t < T:
-                p.dst[:, d].copy_(p.src[:, r, t])
+                if pool is None:
+                    dst[:, d].copy_(p.src[:, r, t])
+                else:
+                    pool[:, d].copy_(p.src[:, r, t].to(wide))

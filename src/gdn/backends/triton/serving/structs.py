@@ -29,6 +29,22 @@ class Slots(NamedTuple):
     entries: Any
 
 
+class Accepted(NamedTuple):
+    """Say which states a commit copies, and to which slots; a second slot of each entry is optional."""
+
+    slot_ptr: Any
+    row_ptr: Any
+    step_ptr: Any
+    extra_slot_ptr: Any  # None: one slot for each entry
+    extra_step_ptr: Any
+    slot_stride: Any
+    row_stride: Any
+    step_stride: Any
+    extra_slot_stride: Any
+    extra_step_stride: Any
+    n: Any
+
+
 class Gates(NamedTuple):
     """Hold the gates' pointers: g and beta, or the raw logits a and b with A_log and dt_bias."""
 
@@ -206,7 +222,7 @@ class Constants:
 
 
 STRUCTS = (
-    Slots, Gates, GateStrides, GateParameters, ChannelGates, Packet, Strip, History, Sums, Appended,
+    Slots, Accepted, Gates, GateStrides, GateParameters, ChannelGates, Packet, Strip, History, Sums, Appended,
     HeadStates, ColumnScales, TileColumns, Tokens, Token,
 )  # fmt: skip
 # a constant that `group_constants` reads, because Triton's cache key of a kernel has no fields of structs:
