@@ -227,6 +227,21 @@ def prefill(D: int, *arguments: Any) -> Callable[[], Any]:
     return lambda: api.prefill(**x, backend="triton")
 
 
+def prefill_of_histories(D: int, dtype: torch.dtype, pool_dtype: torch.dtype, *layout: bool) -> Any:
+    """Return a prefill that folds the histories of its slots first, and one that stores snapshots."""
+    x = prompts(D, dtype, torch.float32, *layout)
+    x["state"] = gdn.allocate_history_pool(
+        6, num_k_heads=2, num_v_heads=4, head_k_dim=D, head_v_dim=D, places=16, state_dtype=pool_dtype,
+        history_dtype=dtype, state_v_first=x["state_v_first"],
+    )  # fmt: skip
+
+    def call() -> None:
+        api.prefill(**x, state_index=torch.arange(3), out_state_index=slots(3) + 3, backend="triton")
+        api.prefill(**x | with_snapshots(D), backend="triton")
+
+    return call
+
+
 def prefill_of_channels(D: int, *arguments: Any) -> Callable[[], Any]:
     """Return a prefill with a decay per key channel in place, and one that stores snapshots."""
     x = prompts(D, *arguments)
@@ -764,6 +779,9 @@ OTHERS = {
     "prefill bf16": (prefill, (128, BF16, FP32, True, True), EVERYWHERE),
     "prefill fp32": (prefill, (128, FP32, BF16, False, False), TUNED),
     "prefill int16 pool": (prefill, (128, BF16, INT16, True, True), TUNED),
+    "prefill int8": (prefill_of_histories, (128, BF16, INT8, True, True), EVERYWHERE),
+    "prefill int8, K first": (prefill_of_histories, (64, BF16, INT8, False, False), TUNED),
+    "prefill of histories in fp32": (prefill_of_histories, (64, FP32, FP32, False, True), TUNED),
     "prefill in place": (prefill_in_place, (128, BF16, FP32, False, True), TUNED),
     "prefill of channels": (prefill_of_channels, (64, FP32, FP32, True, False), TUNED),
     "stages fp32": (stages, (FP32, 128, 128, False), EVERYWHERE),

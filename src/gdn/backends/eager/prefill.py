@@ -47,7 +47,7 @@ class RuleCall:
 
 
 def prefill(problem: PrefillProblem) -> None:
-    """Implement `Backend.prefill`: write problem.state, problem.checkpoints and problem.out."""
+    """Implement `Backend.prefill`: write problem.state, problem.checkpoints, problem.out and cursors."""
     p = problem
     bounds = p.offsets(read_device=True)
     assert bounds is not None
@@ -68,6 +68,10 @@ def prefill(problem: PrefillProblem) -> None:
     # after all reads of the pool: a slot may be one sequence's target and another one's source
     for target, S in writes:
         target.copy_(S)
+    if p.cursor is not None:
+        written = {slot for n in valid for slot in _written_slots(p, n, bounds[n + 1] - bounds[n])}
+        for slot in written:
+            p.cursor[slot] = 0
 
 
 def _run_rule(
@@ -101,14 +105,19 @@ def _state_writes(
             if row < p.checkpoints.shape[0]:
                 yield p.checkpoints[row], call.state_after(i, end)
             row += 1
+    for slot, position in _written_slots(p, n, count).items():
+        yield states_of(p)[slot], call.state_after(i, position)
+
+
+def _written_slots(p: PrefillProblem, n: int, count: int) -> dict[int, int]:
+    """Return the slots that sequence n of `count` tokens writes, and after how many tokens."""
+    written = {}
     if p.snapshot_pos is not None and p.snapshot_index is not None:
-        position, slot = int(p.snapshot_pos[n]), int(p.snapshot_index[n])
-        if 0 <= position <= count and p.is_slot(slot):
-            yield states_of(p)[slot], call.state_after(i, position)
+        written[int(p.snapshot_index[n])] = int(p.snapshot_pos[n])
+    written = {slot: position for slot, position in written.items() if 0 <= position <= count}
     if p.update_state and count > 0:
-        slot = int((p.state_index if p.out_state_index is None else p.out_state_index)[n])
-        if p.is_slot(slot):
-            yield states_of(p)[slot], call.final[i]
+        written[int((p.state_index if p.out_state_index is None else p.out_state_index)[n])] = count
+    return {slot: position for slot, position in written.items() if p.is_slot(slot)}
 
 
 def _slice_tokens(rule: Problem, start: int, end: int) -> Problem:

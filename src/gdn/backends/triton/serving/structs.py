@@ -168,6 +168,16 @@ class ColumnScales(NamedTuple):
     low_column: Any
 
 
+class Remainders(NamedTuple):
+    """Say where the 4-bit remainders of a pool in int8 begin, with their strides."""
+
+    ptr: Any
+    slot_stride: Any
+    entry_stride: Any  # heads, where a ring has its entries
+    pair_stride: Any  # of two keys, in a byte
+    column_stride: Any
+
+
 class TileColumns(NamedTuple):
     """Say which keys and value columns of a state a program has in registers, and which of them exist."""
 
@@ -223,7 +233,7 @@ class Constants:
 
 STRUCTS = (
     Slots, Accepted, Gates, GateStrides, GateParameters, ChannelGates, Packet, Strip, History, Sums, Appended,
-    HeadStates, ColumnScales, TileColumns, Tokens, Token,
+    HeadStates, ColumnScales, Remainders, TileColumns, Tokens, Token,
 )  # fmt: skip
 # a constant that `group_constants` reads, because Triton's cache key of a kernel has no fields of structs:
 # with two fields swapped, the stale binary would be found in the cache on disk
