@@ -2,9 +2,10 @@
 
 import pytest
 import torch
+from conftest import GPU
 from kit import api
 from kit.api import reference
-from kit.serving import error, inputs, moved, pool_of, same_bits
+from kit.serving import error, inputs, moved, nothing_waits, pool_of, same_bits
 
 import gdn
 from gdn.reference.integers import round_columns
@@ -203,6 +204,29 @@ def test_checkpoints_of_a_prefill_go_to_an_int16_pool(backend, device):
     one = torch.tensor([0], device=device)
     gdn.commit(cache, kept[None, :, None], one + 3, one, one, state_v_first=True)
     assert error(cache[0].read(one + 3, state_v_first=True)[0], kept[0]) < 2e-5 and kept.any()
+
+
+@pytest.mark.gpu
+def test_a_captured_commit_rounds_other_rows_on_a_replay(monkeypatch):
+    """No call waits for the device; 32 heads of 128 x 128, whose programs fill the GPU."""
+    monkeypatch.setenv("GDN_BACKEND", "triton")
+    sizes = {"HV": 32, "K": 128, "V": 128}
+    mine, s = int16_pool(2, 6, device=GPU, **sizes), pool_of(2, ROWS, T, **sizes).to(GPU)
+    names = ("dst_index", "src_row", "step")
+    values, others = ([5, 0, 1], [3, 0, 1], [4, -1, 2]), ([2, 4, 1], [1, 2, 0], [0, 3, 1])
+    x, y = ({n: torch.tensor(v, device=GPU) for n, v in zip(names, z, strict=True)} for z in (values, others))
+    wanted, held = (gdn.Int16Pool(*(z.clone() for z in (mine.state, mine.column_scale))) for _ in range(2))
+    gdn.commit(mine, s, **x, state_v_first=True)
+    with nothing_waits():
+        gdn.commit(wanted, s, **y, state_v_first=True)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        gdn.commit(held, s, **x, state_v_first=True)
+    for name, index in y.items():
+        x[name].copy_(index)
+    graph.replay()
+    assert same_bits(held.state, wanted.state) and same_bits(held.column_scale, wanted.column_scale)
+    assert error(held[1].read(y["dst_index"], state_v_first=True)[1], s[1, 2, 3]) < 2e-5
 
 
 @pytest.mark.interpret

@@ -2,9 +2,10 @@
 
 import pytest
 import torch
+from conftest import GPU
 from kit import api
 from kit.api import reference
-from kit.serving import error, inputs, moved, same_bits
+from kit.serving import error, inputs, moved, nothing_waits, same_bits
 
 import gdn
 from gdn.reference.integers import StoredStates, join_integers, largest_integer, round_columns, split_integers
@@ -343,6 +344,36 @@ def test_prefill_on_a_graph_of_operators(backend, device):
     names = ("state", "history_u", "history_k", "history_G", "cursor", "column_scale", "remainder")
     torch.compile(run, fullgraph=True, backend="aot_eager")(*(getattr(other, name) for name in names))
     assert all(same_bits(a, b) for a, b in zip(tensors_of(mine), tensors_of(other), strict=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.int8, torch.int16, BF16])
+def test_a_captured_prefill_folds_rounds_and_empties(dtype):
+    """No call waits for the device; a replay with other slots has the bits of a call with them."""
+    D, sizes = 128, {"H": 2, "HV": 4, "K": 128, "V": 128}
+    mine = gdn.allocate_history_pool(
+        9, num_k_heads=2, num_v_heads=4, head_k_dim=D, head_v_dim=D, places=PLACES, state_dtype=dtype,
+        history_dtype=BF16, state_v_first=True, device=GPU,
+    )  # fmt: skip
+    mine.write(torch.arange(9, device=GPU), torch.randn(9, 4, D, D, device=GPU), state_v_first=True)
+    token = moved(inputs(9, 1, **sizes, dtype=BF16), GPU)
+    api.decode_with_history(**token, pool=mine, use_history=True, backend="triton")
+    x = moved(prompts_on(mine, D, False) | inputs(1, 143, **sizes, dtype=BF16), GPU)
+    other = {"state_index": torch.tensor([5, 7, 7, 1, 4, -1], device=GPU),
+             "out_state_index": torch.tensor([5, 2, 0, 1, 4, 3], device=GPU)}  # fmt: skip
+    api.prefill(**x, state=copy(mine, GPU), backend="triton")
+    wanted = copy(mine, GPU)
+    with nothing_waits():
+        o = api.prefill(**x | other, state=wanted, backend="triton")
+    held, out = copy(mine, GPU), torch.empty_like(x["v"])
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        api.prefill(**x, state=held, out=out, backend="triton")
+    for name, index in other.items():
+        x[name].copy_(index)
+    graph.replay()
+    assert same_bits(out, o)
+    assert all(same_bits(a, b) for a, b in zip(tensors_of(held), tensors_of(wanted), strict=True))
 
 
 @pytest.mark.parametrize("kind, message, change", [
