@@ -10,8 +10,8 @@ from conftest import HAS_TRITON, INTERPRETED
 import gdn
 from gdn import backends
 from gdn.problem import parse
+from gdn.problem.prefill import PrefillProblem, parse_prefill
 from gdn.problem.propagate import PropagateProblem, RunStep
-from gdn.problem.serving import PrefillProblem, parse_prefill
 from gdn.testing import inputs, packed, rows
 
 if not HAS_TRITON:

@@ -279,11 +279,19 @@ def test_slots_of_an_engine_may_be_strided(backend, device):
     assert same_bits(held.state, dense.state) and same_bits(held.column_scale, dense.column_scale)
 
 
-@pytest.mark.parametrize("v_first", [pytest.param(True, marks=pytest.mark.interpret), False])
-def test_prefill(backend, device, v_first):
+@pytest.mark.parametrize(
+    "v_first, is_per_channel",
+    [
+        pytest.param(True, False, marks=pytest.mark.interpret),
+        pytest.param(False, True, marks=pytest.mark.interpret),
+        (False, False),
+        (True, True),
+    ],
+)
+def test_prefill(backend, device, v_first, is_per_channel):
     sizes = {"HV": 2, "K": 16, "V": 8}
     pool = rounded(pool_of(SLOTS, **sizes, v_first=v_first), v_first)
-    x = inputs(1, 140, H=1, **sizes) | {
+    x = inputs(1, 140, H=1, **sizes, is_per_channel=is_per_channel) | {
         "cu_seqlens": torch.tensor([0, 70, 70, 140]), "state_index": torch.tensor([4, 1, 6]),
         "out_state_index": torch.tensor([4, 2, 0]), "has_initial_state": torch.tensor([True, True, False]),
         "checkpoints": torch.zeros(3, *pool.state.shape[1:]), "checkpoint_every": 64,
@@ -297,6 +305,9 @@ def test_prefill(backend, device, v_first):
     mine = copy(mine)
     assert steps_apart(mine, pool, v_first) <= ONE_STEP
     assert same_bits(mine.state[[1, 2, 6, 7]], x["state"].state[[1, 2, 6, 7]])
+    # a snapshot of an initial state is read and stored again
+    for held, given_pool in zip(vars(mine).values(), vars(x["state"]).values(), strict=True):
+        assert same_bits(held[5], given_pool[1])
     # in place, a pool of floats is read and written by the rule's kernels; int16 is copied
     plain = {name: y for name, y in given.items() if not name.startswith(("checkpoint", "snapshot"))}
     again = copy(x["state"], device)
@@ -389,6 +400,22 @@ def agree_in_int16(mine, expected, v_first, dtype):
         assert steps_apart(known, other, v_first) <= ONE_STEP
     else:
         assert error(states_of(known, v_first), states_of(other, v_first)) <= 2e-3
+
+
+def test_a_prefill_refuses_checkpoints_in_int16():
+    pool = rounded(pool_of(3))
+    before = copy(pool)
+    x = inputs(1, 70) | {"cu_seqlens": torch.tensor([0, 70]), "state_index": torch.tensor([1])}
+    x |= {"checkpoint_every": 64, "checkpoint_offsets": torch.tensor([0])}
+    for wrong, message in (
+        (pool, "checkpoints: expected a tensor, got Int16Pool"),
+        (pool.state, "checkpoints: expected a tensor of float16, bfloat16, float32 or float64, got"),
+    ):
+        with pytest.raises(TypeError, match=message):
+            api.prefill(**x, state=pool, checkpoints=wrong)
+    with pytest.raises(ValueError, match="checkpoints: expected dtype torch.float32, got torch.bfloat16"):
+        api.prefill(**x, state=pool, checkpoints=torch.zeros(1, 4, 24, 16, dtype=BF16))
+    assert same_bits(pool.state, before.state) and same_bits(pool.column_scale, before.column_scale)
 
 
 def test_refusals():

@@ -2,9 +2,10 @@
 
 import pytest
 import torch
+from conftest import GPU
 from kit import api
 from kit.api import reference
-from kit.serving import error, inputs, moved, same_bits
+from kit.serving import error, inputs, moved, nothing_waits, same_bits
 
 import gdn
 from gdn.reference.integers import StoredStates, join_integers, largest_integer, round_columns, split_integers
@@ -230,6 +231,189 @@ def test_states_of_a_prefill(backend, device):
     assert not mine.read(none, state_v_first=True).any()
 
 
+PREFILLS = {  # dtype of the states, keys, layout, remainder, decay per key channel
+    "int8": (torch.int8, 24, True, True, False),
+    "int8, odd keys first": (torch.int8, 17, False, True, False),
+    "int8, one key": (torch.int8, 1, True, True, False),
+    "int8 alone": (torch.int8, 24, True, False, False),
+    "int8, channels": (torch.int8, 24, False, True, True),
+    "int16": (torch.int16, 24, True, False, False),
+    "fp32": (F32, 32, True, False, False),
+    "bf16, K first": (BF16, 24, False, False, False),
+}
+INTERPRETED_PREFILLS = {"int8", "int8, odd keys first", "fp32"}
+
+
+def prompts_on(x, K, is_per_channel, has_more=True):
+    """Return a prefill of a pool of nine slots.
+
+    A slot is continued, one is read by two prompts, one is new, one sequence is empty, one has no slot.
+    """
+    offsets = torch.tensor([0, 67, 70, 72, 140, 140, 143])
+    given = inputs(1, 143, **SIZES | {"K": K}, is_per_channel=is_per_channel) | {
+        "cu_seqlens": offsets, "state_index": torch.tensor([3, 1, 1, 5, 2, -1]),
+        "out_state_index": torch.tensor([3, 0, 7, 5, 2, 4]),
+        "has_initial_state": torch.tensor([True, True, True, False, True, True]),
+    }  # fmt: skip
+    if has_more:
+        given |= {
+            "checkpoints": torch.full((3, *x.state.shape[1:]), NAN), "checkpoint_every": 64,
+            "checkpoint_offsets": torch.tensor([0, -1, -1, 1, -1, 2]),
+            "snapshot_pos": torch.tensor([-1, 4, 1, 65, 0, 0]),
+            "snapshot_index": torch.tensor([4, 4, 6, 9, 8, 4]),
+        }  # fmt: skip
+    return given
+
+
+@pytest.mark.parametrize("has_more", [True, False], ids=["checkpoints", "plain"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.interpret] if name in INTERPRETED_PREFILLS else [])
+        for name in PREFILLS
+    ],
+)
+def test_prefill(backend, device, name, has_more):
+    """Fold the histories that are continued, store the reference's states, and empty their histories."""
+    dtype, K, v_first, has_remainder, is_per_channel = PREFILLS[name]
+    options = {"state_v_first": v_first, "use_qk_l2norm_in_kernel": True}
+    mine = gdn.allocate_history_pool(
+        9, num_k_heads=1, num_v_heads=2, head_k_dim=K, head_v_dim=12, places=PLACES, state_dtype=dtype,
+        history_dtype=F32, with_remainder=has_remainder, state_v_first=v_first,
+        decay="channel" if is_per_channel else "head",
+    )  # fmt: skip
+    mine.write(torch.arange(9), torch.randn(mine.state.shape), state_v_first=v_first)
+    for _ in range(2):
+        token = inputs(9, 1, **SIZES | {"K": K}, is_per_channel=is_per_channel)
+        api.decode_with_history(**token, pool=mine, use_history=True, backend="eager", **options)
+    if mine.column_scale is not None:
+        mine.column_scale[5] = NAN
+    before, mine = copy(mine), copy(mine, device)
+    x = prompts_on(before, K, is_per_channel, has_more)
+    folded = copy(before, device)
+    api.fold_history(folded, torch.tensor([3, 1, 2], device=device), backend=backend, state_v_first=v_first)
+    folded = copy(folded)
+    scales = {"column_scale": folded.column_scale, "remainder": folded.remainder}
+    want = reference.prefill(**x, state=folded.state, **scales, **options)
+    after = gdn.HistoryPool(**vars(folded) | {"state": want.state, "column_scale": want.column_scale,
+                                              "remainder": want.remainder})  # fmt: skip
+
+    given = moved(x, device)
+    o = api.prefill(**given, state=mine, backend=backend, **options)
+    got = copy(mine)
+    assert error(o.cpu(), want.o) <= 1e-5
+    if has_more:
+        kept = given["checkpoints"].cpu()
+        assert error(kept[:2], want.extra[:2]) <= 1e-5 and kept[2].isnan().all()
+    written = [0, 3, 5, 7] + ([6, 8] if has_more else [])
+    assert torch.equal(got.cursor[:, 1] == 0, torch.tensor([i in (1, 2, *written) for i in range(9)]))
+    assert not got.cursor[written].any()
+    if dtype in (F32, BF16):
+        assert error(got.state, after.state) <= (1e-5 if dtype == F32 else 4e-3)
+    else:
+        assert not got.column_scale.isnan().any() and steps_apart(got, after, v_first) <= ONE_STEP
+    # what is read only is folded, and what is neither keeps its bits and its history
+    read, rest = [1, 2], [4] if has_more else [4, 6, 8]
+    for a, b, c in zip(*(tensors_of(y) for y in (got, folded, before)), strict=True):
+        assert same_bits(a[read], b[read]) and same_bits(a[rest], c[rest])
+
+    token = inputs(9, 1, **SIZES | {"K": K}, is_per_channel=is_per_channel)
+    expected, _ = reference.decode_with_history(**token, pool=got, **options)
+    o = api.decode_with_history(
+        **moved(token, device), pool=mine, use_history=True, backend=backend, **options
+    )
+    assert error(o.cpu(), expected) <= 1e-5
+
+
+def tensors_of(x):
+    """Return all tensors of a pool."""
+    return [y for y in vars(x).values() if torch.is_tensor(y)]
+
+
+def test_prefill_on_a_graph_of_operators(backend, device):
+    """The operator writes states, scales, remainders and cursors where a compiler traces it."""
+    mine = pool(device, slots=9)
+    other, x = copy(mine, device), moved(prompts_on(mine, 24, False), device)
+    kept = x["checkpoints"].clone()
+    api.prefill(**x, state=mine, backend=backend)
+
+    def run(*tensors):
+        held = gdn.HistoryPool(*tensors[:5], 1, *tensors[5:])
+        return api.prefill(**x | {"checkpoints": kept}, state=held, backend=backend)
+
+    names = ("state", "history_u", "history_k", "history_G", "cursor", "column_scale", "remainder")
+    torch.compile(run, fullgraph=True, backend="aot_eager")(*(getattr(other, name) for name in names))
+    assert all(same_bits(a, b) for a, b in zip(tensors_of(mine), tensors_of(other), strict=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.int8, torch.int16, BF16])
+def test_a_captured_prefill_folds_rounds_and_empties(dtype):
+    """No call waits for the device; a replay with other slots has the bits of a call with them."""
+    D, sizes = 128, {"H": 2, "HV": 4, "K": 128, "V": 128}
+    mine = gdn.allocate_history_pool(
+        9, num_k_heads=2, num_v_heads=4, head_k_dim=D, head_v_dim=D, places=PLACES, state_dtype=dtype,
+        history_dtype=BF16, state_v_first=True, device=GPU,
+    )  # fmt: skip
+    mine.write(torch.arange(9, device=GPU), torch.randn(9, 4, D, D, device=GPU), state_v_first=True)
+    token = moved(inputs(9, 1, **sizes, dtype=BF16), GPU)
+    api.decode_with_history(**token, pool=mine, use_history=True, backend="triton")
+    x = moved(prompts_on(mine, D, False) | inputs(1, 143, **sizes, dtype=BF16), GPU)
+    other = {"state_index": torch.tensor([5, 7, 7, 1, 4, -1], device=GPU),
+             "out_state_index": torch.tensor([5, 2, 0, 1, 4, 3], device=GPU)}  # fmt: skip
+    api.prefill(**x, state=copy(mine, GPU), backend="triton")
+    wanted = copy(mine, GPU)
+    with nothing_waits():
+        o = api.prefill(**x | other, state=wanted, backend="triton")
+    held, out = copy(mine, GPU), torch.empty_like(x["v"])
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        api.prefill(**x, state=held, out=out, backend="triton")
+    for name, index in other.items():
+        x[name].copy_(index)
+    graph.replay()
+    assert same_bits(out, o)
+    assert all(same_bits(a, b) for a, b in zip(tensors_of(held), tensors_of(wanted), strict=True))
+
+
+@pytest.mark.parametrize("kind, message, change", [
+    (TypeError, "remainder: expected uint8", {"remainder": torch.zeros(9, 2, 12, 12).to(torch.int8)}),
+    (ValueError, "remainder: expected shape", {"remainder": torch.zeros(9, 2, 12, 24).to(torch.uint8)}),
+    (TypeError, "column_scale: expected float32", {"column_scale": torch.zeros(9, 2, 12).half()}),
+    (TypeError, "state: expected int8 with scales, in a HistoryPool", {"column_scale": None}),
+    (ValueError, "cursor: expected", {"cursor": torch.zeros(9, 2, dtype=torch.int32)}),
+    (ValueError, "history_u: expected shape", {"history_u": torch.zeros(9, 6, 2, 13)}),
+    (ValueError, "history_u: expected at most float32", {"history_u": torch.zeros(9, 6, 2, 12).double()}),
+    (ValueError, "room: expected 1 to 3", {"room": 5}),
+    (TypeError, "history_k: expected a tensor", {"history_k": None}),
+])  # fmt: skip
+def test_a_prefill_refuses_wrong_pools(kind, message, change):
+    x = pool(slots=9)
+    wrong, before, given = gdn.HistoryPool(**vars(x) | change), copy(x), prompts_on(x, 24, False)
+    with pytest.raises(kind, match=message):
+        api.prefill(**given, state=wrong)
+    assert all(same_bits(a, b) for a, b in zip(tensors_of(x), tensors_of(before), strict=True))
+
+
+def test_a_refused_prefill_folds_nothing():
+    """A wrong argument is found before the histories are folded; so is a pool of several layers."""
+    mine = pool(slots=9)
+    api.decode_with_history(**inputs(9, 1, **SIZES), pool=mine)
+    before, given = copy(mine), prompts_on(mine, 24, False)
+    layers = gdn.HistoryPool(*(y if isinstance(y, int) else y[None] for y in vars(mine).values()))
+    for kind, message, change in (
+        (ValueError, "checkpoint_every: expected a positive multiple of 64", {"checkpoint_every": 32}),
+        (ValueError, "cu_seqlens: expected the first offset", {"cu_seqlens": given["cu_seqlens"] + 1}),
+        (TypeError, "has_initial_state: expected a bool", {"has_initial_state": given["state_index"]}),
+        (ValueError, "history_G: expected shape", {"g": torch.zeros(1, 143, 2, 24)}),
+        (ValueError, "state: expected ", {"state": layers}),
+        (NotImplementedError, "triton: expected", {"backend": "triton"}),
+    ):
+        with pytest.raises(kind, match=message):
+            api.prefill(**{**given, "state": mine, "backend": "eager", **change})
+        assert all(same_bits(a, b) for a, b in zip(tensors_of(mine), tensors_of(before), strict=True))
+
+
 def test_a_decay_per_key_channel():
     options = {"state_v_first": True}
     mine = gdn.allocate_history_pool(
@@ -247,7 +431,8 @@ def test_warmup_runs_the_calls_that_int8_has():
     sizes = {"num_k_heads": 1, "num_v_heads": 2, "head_k_dim": 16, "head_v_dim": 16}
     few = {"max_rows": 1, "max_tokens": 1, "dtypes": (F32,), "engines": ("history",)}
     lines = gdn.warmup("cpu", **sizes, **few, state_dtypes=(torch.int8,))
-    assert {line.split()[0] for line in lines} >= {"decode_with_history", "fold_history", "decode_step"}
+    wanted = {"decode_with_history", "fold_history", "decode_step", "prefill"}
+    assert {line.split()[0] for line in lines} >= wanted
 
 
 def test_bytes_and_layers():
@@ -291,8 +476,9 @@ def test_functions_that_write_every_token_refuse_int8():
     prompt = {name: y.flatten(0, 1)[None] for name, y in given.items()}
     with pytest.raises(ValueError, match="use_history: expected None or True with states in int8, got False"):
         api.decode_with_history(**given, pool=x, use_history=False, state_v_first=True)
+    with pytest.raises(TypeError, match="state: expected a tensor, got HistoryPool"):
+        api.decode(**given, state=x, state_v_first=True)
     for state, message in (
-        (x, "state: expected a tensor, got HistoryPool"),
         (held, "state: expected int16 in an Int16Pool, got torch.int8"),
         (x.state, "state: expected a tensor of float16"),
     ):

@@ -6,7 +6,7 @@ from kit import api
 from kit.api import reference
 from kit.serving import TOLERANCE, error, find_wrong_state, inputs, moved, pool_of, same_bits
 
-from gdn.problem.serving import parse_prefill
+from gdn.problem.prefill import parse_prefill
 
 NAN = float("nan")
 LENGTHS = [70, 0, 1, 64, 200, 129]
@@ -345,7 +345,7 @@ def test_compile(backend, device):
 OPTIONAL = (
     "g", "beta", "a", "b", "A_log", "dt_bias", "scale", "lower_bound", "out_state_index",
     "has_initial_state", "checkpoints", "checkpoint_offsets", "snapshot_pos", "snapshot_index", "null_slot",
-    "out", "backend", "column_scale",
+    "out", "backend", "column_scale", "remainder", "history_u", "history_k", "history_G", "cursor", "room",
 )  # fmt: skip
 DEFAULTS = {
     "use_qk_l2norm_in_kernel": True, "allow_neg_eigval": False, "state_v_first": True,

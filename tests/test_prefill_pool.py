@@ -15,7 +15,7 @@ from gdn.backends import hopper
 from gdn.backends.triton.launch import PlanCache
 from gdn.backends.triton.rule import choose, run
 from gdn.backends.triton.serving import prefill
-from gdn.problem.serving import PrefillProblem, parse_prefill
+from gdn.problem.prefill import PrefillProblem, parse_prefill
 
 NAN = float("nan")
 LENGTHS = (66, 0, 3, 1, 2)

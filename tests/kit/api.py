@@ -7,7 +7,7 @@ from functools import partial
 from types import SimpleNamespace
 
 import gdn
-from gdn.reference import history, serving
+from gdn.reference import commit, history, serving
 
 LAYOUT = {"state_v_first": True}
 CONVENTIONS = {"use_qk_l2norm_in_kernel": True, **LAYOUT}
@@ -24,7 +24,8 @@ replay_commit = partial(gdn.replay_commit, **LAYOUT)
 warmup = partial(gdn.warmup, **CONVENTIONS)
 
 reference = SimpleNamespace(
-    commit=serving.commit,
+    commit=commit.commit,
+    commit_to_int16=partial(commit.commit_to_int16, **LAYOUT),
     decode=partial(serving.decode, **CONVENTIONS),
     decode_with_history=partial(history.decode_with_history, **CONVENTIONS),
     fold_history=partial(history.fold_history, **LAYOUT),

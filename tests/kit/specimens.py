@@ -227,6 +227,21 @@ def prefill(D: int, *arguments: Any) -> Callable[[], Any]:
     return lambda: api.prefill(**x, backend="triton")
 
 
+def prefill_of_histories(D: int, dtype: torch.dtype, pool_dtype: torch.dtype, *layout: bool) -> Any:
+    """Return a prefill that folds the histories of its slots first, and one that stores snapshots."""
+    x = prompts(D, dtype, torch.float32, *layout)
+    x["state"] = gdn.allocate_history_pool(
+        6, num_k_heads=2, num_v_heads=4, head_k_dim=D, head_v_dim=D, places=16, state_dtype=pool_dtype,
+        history_dtype=dtype, state_v_first=x["state_v_first"],
+    )  # fmt: skip
+
+    def call() -> None:
+        api.prefill(**x, state_index=torch.arange(3), out_state_index=slots(3) + 3, backend="triton")
+        api.prefill(**x | with_snapshots(D), backend="triton")
+
+    return call
+
+
 def prefill_of_channels(D: int, *arguments: Any) -> Callable[[], Any]:
     """Return a prefill with a decay per key channel in place, and one that stores snapshots."""
     x = prompts(D, *arguments)
@@ -246,6 +261,14 @@ def commit(dtype: torch.dtype, has_extra: bool) -> Callable[[], Any]:
     index, extra = torch.arange(2), torch.arange(2) + 2
     options = {"extra_dst_index": extra, "extra_step": index} if has_extra else {}
     return lambda: gdn.commit(pool, kept, index, index, index, **options)
+
+
+def commit_to_int16(D: int, v_first: bool, has_extra: bool) -> Callable[[], Any]:
+    pool = with_scales(pool_of(2, 5, K=D, V=D, dtype=INT16, v_first=v_first), v_first)
+    kept = pool_of(2, 3, 4, K=D, V=D, v_first=v_first)
+    index, extra = torch.arange(2), torch.arange(2) + 2
+    options = {"extra_dst_index": extra, "extra_step": index} if has_extra else {}
+    return lambda: gdn.commit(pool, kept, index, index, index, state_v_first=v_first, **options)
 
 
 def replay(
@@ -756,6 +779,9 @@ OTHERS = {
     "prefill bf16": (prefill, (128, BF16, FP32, True, True), EVERYWHERE),
     "prefill fp32": (prefill, (128, FP32, BF16, False, False), TUNED),
     "prefill int16 pool": (prefill, (128, BF16, INT16, True, True), TUNED),
+    "prefill int8": (prefill_of_histories, (128, BF16, INT8, True, True), EVERYWHERE),
+    "prefill int8, K first": (prefill_of_histories, (64, BF16, INT8, False, False), TUNED),
+    "prefill of histories in fp32": (prefill_of_histories, (64, FP32, FP32, False, True), TUNED),
     "prefill in place": (prefill_in_place, (128, BF16, FP32, False, True), TUNED),
     "prefill of channels": (prefill_of_channels, (64, FP32, FP32, True, False), TUNED),
     "stages fp32": (stages, (FP32, 128, 128, False), EVERYWHERE),
@@ -779,6 +805,8 @@ OTHERS = {
     "replay of channels": (replay, (80, 4, 128, 128, BF16, FP32, BF16, True, False, True), TUNED),
     "replay fp16 60": (replay, (3, 4, 60, 60, FP16, FP16, FP32, True, False), TUNED),
     "commit to two places": (commit, (BF16, True), TUNED),
+    "commit to int16": (commit_to_int16, (128, True, True), EVERYWHERE),
+    "commit to int16, K first": (commit_to_int16, (64, False, False), TUNED),
     "gate fp32": (gate, (FP32, True), EVERYWHERE),
     "gate bf16": (gate, (BF16, False), TUNED),
     "gate of channels": (gate, (BF16, True, (128,), -5.0), TUNED),

@@ -13,7 +13,8 @@ import torch
 
 import gdn
 from gdn.problem import DecodeProblem, PrefillProblem, parse
-from gdn.problem.serving import parse_decode, parse_prefill
+from gdn.problem.prefill import parse_prefill
+from gdn.problem.serving import parse_decode
 from gdn.testing.cases import Case, packed
 from gdn.testing.tensors import Inputs
 from gdn_bench.problems.catalog import MIXED, VARIANTS, step
@@ -87,7 +88,7 @@ def prefill_check(given: Inputs, backend: str | None) -> Callable[[], Any]:
 
 
 def _on_pool(check: Callable[..., Any], kind: type[Any], arguments: dict[str, Any]) -> Callable[[], Any]:
-    """Return a check of a call on a pool without scales; trees before int16 pools refuse `column_scale`."""
-    if any(field.name == "column_scale" for field in fields(kind)):
-        arguments = {**arguments, "column_scale": None}
-    return lambda: check(**arguments)
+    """Return a check of a call on a pool of floats; older trees have no scales, remainders or histories."""
+    parts = ("column_scale", "remainder", "history_u", "history_k", "history_G", "cursor", "room")
+    absent = dict.fromkeys({field.name for field in fields(kind)}.intersection(parts))
+    return lambda: check(**arguments, **absent)

@@ -102,9 +102,10 @@ class HistoryPool:
     def write(self, index: Index, states: Tensor, *, state_v_first: bool = False) -> None:
         """Store `states` [n, HV, K, V] of any float in slots `index` [n] of one layer; empty their histories.
 
-        Integers are rounded as a fold rounds them. This is how the states of `prefill`, which runs on a pool
-        of floats or an `Int16Pool`, reach slots in int8. A slot below 0 or past the pool is skipped; no slot
-        may be written twice. Raises TypeError, ValueError for wrong tensors; nothing is written then.
+        Integers are rounded as a fold rounds them. `prefill` takes the pool itself and does the same for the
+        states that it stores; this is for states of other origin. A slot below 0 or past the pool is
+        skipped; no slot may be written twice. Raises TypeError, ValueError for wrong tensors; nothing is
+        written then.
         """
         write_slots(states_of(self, state_v_first), index, states, state_v_first)
         self.reset(index)
@@ -112,9 +113,9 @@ class HistoryPool:
     def reset(self, index: Index) -> None:
         """Empty the histories of the slots `index` [n] in every layer, for new or rewritten states.
 
-        Call it where `prefill` or other code writes the states of slots. A slot below 0 or past the pool is
-        skipped. It can be captured in a CUDA graph. Raises TypeError, ValueError unless index is [n] of
-        int32 or int64.
+        Call it where other code writes the states of slots; `prefill` on the pool itself does it. A slot
+        below 0 or past the pool is skipped. It can be captured in a CUDA graph. Raises TypeError, ValueError
+        unless index is [n] of int32 or int64.
         """
         check.integral("index", index)
         check.shape("index", index, "n", {})

@@ -18,7 +18,7 @@ class Int16Pool:
     """Hold a pool of states in int16, with an fp32 scale for each column of V, for one layer or for several.
 
     `allocate_int16_pool` makes one; an engine may also give views of its own memory. `decode`,
-    `decode_packed`, `decode_step` and `prefill` take it as `state`.
+    `decode_packed`, `decode_step` and `prefill` take it as `state`, and `commit` as `dst`.
 
         S_kv = state_kv column_scale_v;   stored:   column_scale_v = max_k |S_kv| / 32767
                                                     state_kv = S_kv / column_scale_v, to the nearest integer

@@ -7,18 +7,20 @@ from torch import Tensor
 from gdn import settings
 from gdn.backends import select
 from gdn.notation import Decay, GateBias, HeadParam, Index, Keys, Mask, Offsets, PerHead, Pool, Q, Values
+from gdn.ops.history import HistoryPool
 from gdn.ops.int16 import Int16Pool, tensors_of
 from gdn.ops.library import Signature, define_writer, guarded
 from gdn.ops.serving import TOKENS
 from gdn.problem import CommitProblem, PrefillProblem
-from gdn.problem.serving import parse_commit, parse_prefill
+from gdn.problem.commit import parse_commit
+from gdn.problem.prefill import parse_prefill
 
 
 def prefill(
     q: Q,
     k: Keys,
     v: Values,
-    state: Pool | Int16Pool,
+    state: Pool | Int16Pool | HistoryPool,
     *,
     cu_seqlens: Offsets,
     g: Decay | None = None,
@@ -53,7 +55,8 @@ def prefill(
     Args:                   shape                 dtype
         q, k                [1, total, H, K]      bf16, fp16, fp32 (fp64 on eager), one for q, k, v, out
         v                   [1, total, HV, V]     dtype of q; value head j reads key head j // (HV // H)
-        state               [slots, HV, K, V]     as in `decode`, also an Int16Pool; read and updated in place
+        state               [slots, HV, K, V]     as in `decode`, also an Int16Pool, or a HistoryPool of any
+                                                  dtype (see below); read and updated in place
         cu_seqlens          [N+1] int             sequence n is tokens cu_seqlens[n]:cu_seqlens[n+1]; it may
                                                   be empty
         g, beta, a, b, A_log, dt_bias, lower_bound, allow_neg_eigval, scale, use_qk_l2norm_in_kernel,
@@ -82,17 +85,26 @@ def prefill(
             snapshot is read or written for it. If only a slot to write is invalid, only that write is
             skipped. An empty sequence leaves its slots unchanged (a snapshot at 0 is stored). No slot may be
             written twice, and no slot that one sequence reads may be written by another.
+    Histories: on a HistoryPool the histories of slots that a sequence continues are folded first, and those
+            of slots that get a state are emptied; drafts of a last call are dropped. Outputs and states are
+            then those of a prefill on the folded states. One launch more for each on a GPU.
     Raises: TypeError, ValueError, NotImplementedError as in `gdn.problem`; ValueError if a gradient is
             required; no tensor has been modified then.
     Cost:   that of `chunk_gated_delta_rule`. On a GPU dense states are read and updated in place and o is
             stored in a contiguous `out`; with checkpoints, snapshots, other strides of a state, or where
-            `hopper` cuts a prompt into segments, states and o are copied. A snapshot within a chunk computes
-            up to 63 tokens again.
+            `hopper` cuts a prompt into segments, states and o are copied. So are states in integers: two
+            copies in fp32 of each sequence's state, of 4.2 MB together for 32 heads of 128 x 128. A snapshot
+            within a chunk computes up to 63 tokens again.
     Source: arXiv:2412.06464, section 3.3.
     """
-    states, column_scale = tensors_of(state)
+    held = dict.fromkeys(("remainder", "history_u", "history_k", "history_G", "cursor", "room"))
+    if isinstance(state, HistoryPool):
+        held = vars(state)
+    else:
+        states, column_scale = tensors_of(state)
+        held |= {"state": states, "column_scale": column_scale}
     problem = parse_prefill(
-        q=q, k=k, v=v, state=states, column_scale=column_scale, cu_seqlens=cu_seqlens, g=g, beta=beta, a=a,
+        **held, q=q, k=k, v=v, cu_seqlens=cu_seqlens, g=g, beta=beta, a=a,
         b=b, A_log=A_log, dt_bias=dt_bias, lower_bound=lower_bound, allow_neg_eigval=allow_neg_eigval,
         scale=scale, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, state_v_first=state_v_first,
         batch_invariant=batch_invariant, state_index=state_index, out_state_index=out_state_index,
@@ -105,7 +117,7 @@ def prefill(
 
 
 def commit(
-    dst: Tensor,
+    dst: Tensor | Int16Pool,
     src: Tensor,
     dst_index: Index,
     src_row: Index,
@@ -113,27 +125,35 @@ def commit(
     *,
     extra_dst_index: Index | None = None,
     extra_step: Index | None = None,
+    state_v_first: bool = False,
 ) -> None:
     """Copy the accepted states of all layers to their slots, after verification.
 
         dst[:, dst_index[i]] = src[:, src_row[i], step[i]],   also for extra_dst_index and extra_step
 
     Args:                     shape                  dtype
-        dst                   [L, slots, ...]        any float, any stride; written
+        dst                   [L, slots, ...]        any float, any stride; written. An `Int16Pool` of all
+                                                     layers has [L, slots, HV, K, V] and scales
         src                   [L, rows, T, ...]      any float; the intermediate states of `decode`, per layer
         dst_index             [n] int                slot
         src_row               [n] int                row of src
         step                  [n] int                token of this row, from 0; negative: copy none
         extra_dst_index       [n] int or None        a second slot, for example for a prefix cache
         extra_step            [n] int or None        the token for the second slot
+        state_v_first         bool                   layout of the states of an Int16Pool, as in `decode`; not
+                                                     used for tensors
 
     An entry whose slot, row or step is out of range is skipped. No slot may be written twice.
+    Bits:   an Int16Pool gets the bits that `decode` of the accepted tokens writes, if src is in fp32, with
+            and without round_state; scales are stored with the integers.
     Raises: TypeError, ValueError, NotImplementedError as in `gdn.problem`; no tensor has been modified then.
     Cost:   one read and one write per copied state.
     """
+    states, column_scale = tensors_of(dst)
     problem = parse_commit(
-        dst=dst, src=src, dst_index=dst_index, src_row=src_row, step=step, extra_dst_index=extra_dst_index,
-        extra_step=extra_step,
+        dst=states, src=src, dst_index=dst_index, src_row=src_row, step=step,
+        extra_dst_index=extra_dst_index, extra_step=extra_step, column_scale=column_scale,
+        state_v_first=state_v_first,
     )  # fmt: skip
     _commit_op(*problem.arguments())
 
@@ -143,7 +163,10 @@ def _prefill(*args: Any) -> None:
     problem.offsets(read_device=settings.debug())
 
     def run() -> tuple[Tensor]:
-        select(problem).prefill(problem)
+        backend = select(problem)
+        if problem.has_history:
+            backend.fold_history(problem.fold())
+        backend.prefill(problem)
         return (problem.out,)
 
     guarded(_PREFILL, problem.q.device, run, problem)

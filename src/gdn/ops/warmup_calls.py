@@ -294,8 +294,9 @@ def sglang(s: Sizes, dtype: torch.dtype) -> Iterator[Call]:
                 form = f"sglang verify T={s.T}"
                 yield _decode(s, form, gates, (1, s.T), state=pool, intermediate_row=rows, **verify)
     for step in (row, wide):
+        tracked: list[dict[str, Any]] = [{}, {"extra_dst_index": wide, "extra_step": step}]
         for rows in (row, wide):
-            for more in ({}, {"extra_dst_index": wide, "extra_step": step}):
+            for more in tracked:
                 for moved in ((pool[None], kept[None]), *windows):
                     yield "commit", f"sglang T={s.T}", partial(commit, *moved, row, rows, step, **more)
     # a kernel of channels gets logits, and writes the pool

@@ -7,13 +7,14 @@ from typing import Any
 import torch
 
 from gdn.ops.history import HistoryPool, allocate_history_pool, decode_with_history, fold_history
+from gdn.ops.prefill import prefill
 from gdn.ops.step import decode_step
 from gdn.ops.warmup_calls import PLACES, Call
 from gdn.ops.warmup_sizes import Sizes
 
 
 def history(s: Sizes, dtype: torch.dtype) -> Iterator[Call]:
-    """Yield calls that append to histories, with drafts and without, and calls that fold them and decode."""
+    """Yield calls that append to histories, with drafts and without, or fold them and decode; prefills."""
     for N in sorted({1, s.rows if len(s.batches()) > 1 else 1}):
         for T in s.packets():
             for places in (P for P in PLACES if 2 * T <= P):
@@ -26,6 +27,8 @@ def history(s: Sizes, dtype: torch.dtype) -> Iterator[Call]:
                     yield "fold_history", f"N={N} T={T}, {places} places", called
         for places in PLACES:
             yield from _steps(s, _pool(s, dtype, N, 1, places))
+    for N, T in s.prompts():
+        yield from _prefills(s, _pool(s, dtype, 2 * N, 1, min(PLACES)), N, T)
 
 
 def _pool(s: Sizes, dtype: torch.dtype, N: int, T: int, places: int) -> HistoryPool:
@@ -46,6 +49,27 @@ def _decodes(s: Sizes, pool: HistoryPool, gates: str, T: int) -> Iterator[Call]:
         form = f"{gates} T={T} N={N}{' by offsets' if packed else ''}, {places} places"
         for more in (*_ways(pool), {"num_accepted": s.index(N)}):
             yield "decode_with_history", form, partial(decode_with_history, **given, **more)
+
+
+def _prefills(s: Sizes, pool: HistoryPool, N: int, T: int) -> Iterator[Call]:
+    """Yield prefills of N prompts, whole and with stored states; each has the fold before it."""
+    slots, begins = s.index(N), torch.zeros(N, dtype=torch.bool, device=s.device)
+    kept = torch.zeros(N * (T // 64) + 1, *pool.state.shape[1:], device=s.device)
+    forms: dict[str, dict[str, Any]] = {
+        "": {},
+        "begins": {"has_initial_state": begins},
+        "splits": {"out_state_index": slots + N},
+        "stored": {
+            "has_initial_state": begins, "checkpoints": kept, "checkpoint_every": 64,
+            "checkpoint_offsets": slots, "snapshot_pos": slots, "snapshot_index": slots + N,
+        },
+    }  # fmt: skip
+    for gates in s.gates:
+        given = {**s.tokens(1, N * T), **getattr(s, gates)(1, N * T), **s.conventions, "state": pool}
+        given |= {"cu_seqlens": s.offsets(N, T), "state_index": slots}
+        for name, more in forms.items():
+            called = partial(prefill, **given, **more)
+            yield "prefill", f"{gates} N={N} T={T} {name} with a history", called
 
 
 def _steps(s: Sizes, pool: HistoryPool) -> Iterator[Call]:

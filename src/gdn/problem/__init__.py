@@ -3,7 +3,9 @@
 All validation is in this folder; no module below it validates again.
 """
 
+from gdn.problem.commit import CommitProblem
 from gdn.problem.history import FoldProblem, HistoryProblem
+from gdn.problem.prefill import PrefillProblem
 from gdn.problem.replay import KeepProblem, ReplayProblem
 from gdn.problem.rule import (
     RESET,
@@ -14,7 +16,7 @@ from gdn.problem.rule import (
     host_offsets,
     parse,
 )
-from gdn.problem.serving import CommitProblem, DecodeProblem, PrefillProblem
+from gdn.problem.serving import DecodeProblem
 from gdn.problem.shapes import CHUNK
 
 __all__ = [

@@ -100,22 +100,22 @@ def pool(p: Any, is_ring: bool, dims: dict[str, int], has_history: bool = False)
     null(p.null_slot)
 
 
-def check_states(state: Any, scale: Any, has_history: bool = False) -> None:
+def check_states(state: Any, scale: Any, has_history: bool = False, name: str = "state") -> None:
     """Check the kind of the states of a pool: floats, or int16 with scales; int8 only with histories."""
     if scale is None:
         held = POOLS if has_history else (torch.int16,)
         if isinstance(state, Tensor) and state.dtype in held:
             kind = str(state.dtype).removeprefix("torch.")
             raise TypeError(
-                f"state: expected {kind} with scales, in {POOLS[state.dtype]}, got a tensor of {kind}"
+                f"{name}: expected {kind} with scales, in {POOLS[state.dtype]}, got a tensor of {kind}"
             )
-        check.floating("state", state)
+        check.floating(name, state)
         return
-    check.tensor("state", state)
+    check.tensor(name, state)
     if has_history and state.dtype not in POOLS:
-        raise TypeError(f"state: expected int16 or int8 with column_scale, got {state.dtype}")
+        raise TypeError(f"{name}: expected int16 or int8 with column_scale, got {state.dtype}")
     if not has_history and state.dtype != torch.int16:
-        raise TypeError(f"state: expected int16 in an Int16Pool, got {state.dtype}")
+        raise TypeError(f"{name}: expected int16 in an Int16Pool, got {state.dtype}")
 
 
 def column_scale(scale: Any, axes: str, dims: dict[str, int]) -> None:

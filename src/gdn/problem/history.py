@@ -194,7 +194,7 @@ def parse_fold(**given: Any) -> FoldProblem:
     return p
 
 
-def check_ring(p: HistoryProblem | FoldProblem, dims: dict[str, int]) -> None:
+def check_ring(p: Any, dims: dict[str, int]) -> None:
     """Check the history of each slot, its cursor, the room for a packet, and the remainder of int8."""
     check_history(p, "", dims, "slots columns")
     if p.remainder is not None:

@@ -11,11 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gdn.problem.commit import CommitProblem
 from gdn.problem.history import FoldProblem, HistoryProblem
 from gdn.problem.layer import ConvProblem, ConvUpdateProblem
+from gdn.problem.prefill import PrefillProblem
 from gdn.problem.replay import KeepProblem, ReplayProblem
 from gdn.problem.rule import Problem
-from gdn.problem.serving import CommitProblem, DecodeProblem, PrefillProblem
+from gdn.problem.serving import DecodeProblem
 from gdn.problem.step import StepProblem
 
 Ranges = Sequence[

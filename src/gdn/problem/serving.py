@@ -1,20 +1,19 @@
-"""Check the calls of a serving engine: one decode step, one prefill or one commit on its state pools.
+"""Check the decodes of a serving engine: one decode step on its state pools.
 
 The fields have the names of the arguments of `gdn.ops.serving`, where they are documented.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Annotated, Any
 
 import torch
 from torch import Tensor
 
-from gdn.notation import Decay, GateBias, HeadParam, Index, Keys, Mask, Offsets, PerHead, Pool, Q, Values
+from gdn.notation import Decay, GateBias, HeadParam, Index, Keys, Offsets, PerHead, Pool, Q, Values
 from gdn.problem import addressing, check
 from gdn.problem.declaration import WRITTEN, Declared, SymInt, declared
-from gdn.problem.rule import Problem, host_offsets
+from gdn.problem.rule import host_offsets
 from gdn.problem.shapes import Shapes
 
 
@@ -180,75 +179,6 @@ class PackedCall(Declared, DecodeOptions, Numerics, Packet, Addressing, Rows, Co
     head_v_dim: SymInt
 
 
-@dataclass(frozen=True)
-class Prompts:
-    """Declare the prompts of a prefill, their slots, and the states that it stores on the way."""
-
-    cu_seqlens: Offsets
-    state_index: Index
-    out_state_index: Index | None
-    has_initial_state: Mask | None
-    checkpoints: Annotated[Tensor | None, WRITTEN]
-    checkpoint_offsets: Index | None
-    snapshot_pos: Index | None
-    snapshot_index: Index | None
-    out: Annotated[Values, WRITTEN]
-
-
-@declared
-@dataclass(frozen=True)
-class PrefillProblem(Declared, Numerics, Prompts, ColumnScale, Gates, PoolTokens, OnPool):
-    """Hold one checked prefill of packed sequences."""
-
-    batch_invariant: bool
-    update_state: bool
-    checkpoint_every: int
-    null_slot: int | None
-    backend: str | None
-
-    def offsets(self, *, read_device: bool) -> list[int] | None:
-        """Return cu_seqlens as checked ints; None if it is on a device and read_device is False."""
-        return host_offsets(self.cu_seqlens, None, self.q.shape[1], read_device=read_device)
-
-    @property
-    def keeps_states(self) -> bool:
-        """Return True if the call stores states between the first and last token: checkpoints, snapshots."""
-        return self.checkpoints is not None or self.snapshot_pos is not None
-
-    @cached_property
-    def rule(self) -> Problem:
-        """Return the Problem of the rule for the whole prefill, without initial states."""
-        is_raw = self.a is not None
-        g, beta = (self.a, self.b) if is_raw else (self.g, self.beta)
-        # lengths that the host knows anyway; without batch_invariant they would change the choice of segments
-        is_known = self.batch_invariant and self.cu_seqlens.device.type == "cpu"
-        return Problem(
-            q=self.q, k=self.k, v=self.v, g=g, beta=beta, A_log=self.A_log, dt_bias=self.dt_bias,
-            initial_state=None, cu_seqlens=self.cu_seqlens,
-            cu_seqlens_cpu=self.cu_seqlens if is_known else None, scale=self.scale,
-            lower_bound=self.lower_bound, output_final_state=True,
-            use_qk_l2norm_in_kernel=self.use_qk_l2norm_in_kernel,
-            use_gate_in_kernel=is_raw, use_beta_sigmoid_in_kernel=is_raw,
-            allow_neg_eigval=self.allow_neg_eigval, state_v_first=self.state_v_first, exact=True,
-            batch_invariant=self.batch_invariant, recompute=False, backend=self.backend,
-        )  # fmt: skip
-
-
-@declared
-@dataclass(frozen=True)
-class CommitProblem(Declared):
-    """Hold one checked commit: dst [L, slots, ...], src [L, rows, T, ...], the rest [n]."""
-
-    dst: Annotated[Tensor, WRITTEN]
-    src: Tensor
-    dst_index: Index
-    src_row: Index
-    step: Index
-    extra_dst_index: Index | None
-    extra_step: Index | None
-    backend: str | None = None
-
-
 def parse_decode(**given: Any) -> DecodeProblem:
     """Check a call of `decode` without reading tensor contents; allocate `out` if it is None."""
     p = DecodeProblem.draft(given)
@@ -325,60 +255,3 @@ def packed_views(given: Mapping[str, Any], *, is_dense: bool) -> dict[str, Any]:
         "a": a, "b": b, "out": out,
     }  # fmt: skip
     return {name: None if x is None else x.unsqueeze(1 if is_dense else 0) for name, x in views.items()}
-
-
-def parse_prefill(**given: Any) -> PrefillProblem:
-    """Check a call of `prefill` without reading tensor contents; allocate `out` if it is None."""
-    p = PrefillProblem.draft(given)
-    check.backend(p.backend)
-    dims = addressing.tokens(p.q, p.k, p.v)
-    addressing.gates(p, dims)
-    dims["N"] = check.offsets("q", p.cu_seqlens, None, dims)
-    addressing.pool(p, False, dims)
-    addressing.index("state_index", p.state_index, "N", dims)
-    if p.out_state_index is not None:
-        if not p.update_state:
-            raise ValueError("out_state_index: expected None with update_state=False, got a tensor")
-        addressing.index("out_state_index", p.out_state_index, "N", dims)
-    if p.has_initial_state is not None:
-        check.tensor("has_initial_state", p.has_initial_state)
-        if p.has_initial_state.dtype != torch.bool:
-            raise TypeError(f"has_initial_state: expected a bool tensor, got {p.has_initial_state.dtype}")
-        check.shape("has_initial_state", p.has_initial_state, "N", dims)
-    addressing.checkpoints(p, dims)
-    if p.snapshot_pos is not None or p.snapshot_index is not None:
-        addressing.index("snapshot_pos", p.snapshot_pos, "N", dims)
-        addressing.index("snapshot_index", p.snapshot_index, "N", dims)
-    addressing.out(p.q, p.v, p.out)
-    addressing.devices("prefill", p.q, p)
-    if p.cu_seqlens.device.type != "cpu":
-        check.companions(p.q, "q", cu_seqlens=p.cu_seqlens)
-    p.complete(out=addressing.output(p.v, p.out), scale=addressing.scale(p.scale, dims))
-    return p
-
-
-def parse_commit(**given: Any) -> CommitProblem:
-    """Check a call of `commit` without reading tensor contents."""
-    p = CommitProblem.draft(given)
-    check.floating("dst", p.dst)
-    check.floating("src", p.src)
-    if p.dst.dim() < 2:
-        raise ValueError(f"dst: expected shape [L, slots, ...], got {list(p.dst.shape)}")
-    dst, src = p.dst.shape, p.src.shape
-    if len(src) != len(dst) + 1 or src[0] != dst[0] or src[3:] != dst[2:]:
-        rest = "".join(f", {size}" for size in dst[2:])
-        raise ValueError(f"src: expected shape [L={dst[0]}, rows, T{rest}], got {list(src)}")
-    check.writable("dst", p.dst)
-    dims: dict[str, int] = {}
-    addressing.index("dst_index", p.dst_index, "n", dims)
-    addressing.index("src_row", p.src_row, "n", dims)
-    addressing.index("step", p.step, "n", dims)
-    if p.extra_dst_index is not None or p.extra_step is not None:
-        addressing.index("extra_dst_index", p.extra_dst_index, "n", dims)
-        addressing.index("extra_step", p.extra_step, "n", dims)
-    check.companions(
-        p.dst, "dst", src=p.src, dst_index=p.dst_index, src_row=p.src_row, step=p.step,
-        extra_dst_index=p.extra_dst_index, extra_step=p.extra_step,
-    )  # fmt: skip
-    check.no_gradient("commit", dst=p.dst, src=p.src)
-    return p

@@ -25,6 +25,7 @@ class Served:
     state: Pool
     extra: Tensor | None
     column_scale: Tensor | None = None
+    remainder: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -156,6 +157,7 @@ def prefill(
     snapshot_index: Index | None = None,
     null_slot: int | None = None,
     column_scale: Tensor | None = None,
+    remainder: Tensor | None = None,
     dtype: torch.dtype = torch.float64,
 ) -> Served:
     """Compute `gdn.prefill` token by token; return copies and leave the arguments unchanged."""
@@ -163,7 +165,7 @@ def prefill(
         q, k, v, g, beta, a, b, A_log, dt_bias, lower_bound, scale, use_qk_l2norm_in_kernel,
         allow_neg_eigval, dtype,
     )  # fmt: skip
-    before, kept = StoredStates(state, column_scale, state_v_first, dtype), None
+    before, kept = StoredStates(state, column_scale, state_v_first, dtype, remainder), None
     pool = before.clone()
     if checkpoints is not None:
         kept = StoredStates(checkpoints, None, state_v_first, dtype).clone()
@@ -191,7 +193,8 @@ def prefill(
         target = slot if out_state_index is None else int(out_state_index[n])
         if update_state and end > start and lowest <= target < slots:
             pool.write(target, S)
-    return Served(o.view(v.shape), pool.state, None if kept is None else kept.state, pool.column_scale)
+    extra = None if kept is None else kept.state
+    return Served(o.view(v.shape), pool.state, extra, pool.column_scale, pool.remainder)
 
 
 @dataclass(frozen=True)
@@ -316,28 +319,6 @@ def replay_commit(
         if update_cursor:
             moved[slot] = end
     return pool.state, moved
-
-
-def commit(
-    dst: Tensor,
-    src: Tensor,
-    dst_index: Index,
-    src_row: Index,
-    step: Index,
-    *,
-    extra_dst_index: Index | None = None,
-    extra_step: Index | None = None,
-) -> Tensor:
-    """Compute `gdn.commit` entry by entry; return a copy of dst."""
-    out = dst.clone()
-    for index, steps in ((dst_index, step), (extra_dst_index, extra_step)):
-        if index is None or steps is None:
-            continue
-        for i in range(index.shape[0]):
-            d, r, t = int(index[i]), int(src_row[i]), int(steps[i])
-            if 0 <= d < dst.shape[1] and 0 <= r < src.shape[1] and 0 <= t < src.shape[2]:
-                out[:, d] = src[:, r, t]
-    return out
 
 
 def _activate(

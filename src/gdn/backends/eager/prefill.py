@@ -47,7 +47,7 @@ class RuleCall:
 
 
 def prefill(problem: PrefillProblem) -> None:
-    """Implement `Backend.prefill`: write problem.state, problem.checkpoints and problem.out."""
+    """Implement `Backend.prefill`: write problem.state, problem.checkpoints, problem.out and cursors."""
     p = problem
     bounds = p.offsets(read_device=True)
     assert bounds is not None
@@ -68,6 +68,10 @@ def prefill(problem: PrefillProblem) -> None:
     # after all reads of the pool: a slot may be one sequence's target and another one's source
     for target, S in writes:
         target.copy_(S)
+    if p.cursor is not None:
+        written = {slot for n in valid for slot in _written_slots(p, n, bounds[n + 1] - bounds[n])}
+        for slot in written:
+            p.cursor[slot] = 0
 
 
 def _run_rule(
@@ -101,14 +105,19 @@ def _state_writes(
             if row < p.checkpoints.shape[0]:
                 yield p.checkpoints[row], call.state_after(i, end)
             row += 1
+    for slot, position in _written_slots(p, n, count).items():
+        yield states_of(p)[slot], call.state_after(i, position)
+
+
+def _written_slots(p: PrefillProblem, n: int, count: int) -> dict[int, int]:
+    """Return the slots that sequence n of `count` tokens writes, and after how many tokens."""
+    written = {}
     if p.snapshot_pos is not None and p.snapshot_index is not None:
-        position, slot = int(p.snapshot_pos[n]), int(p.snapshot_index[n])
-        if 0 <= position <= count and p.is_slot(slot):
-            yield states_of(p)[slot], call.state_after(i, position)
+        written[int(p.snapshot_index[n])] = int(p.snapshot_pos[n])
+    written = {slot: position for slot, position in written.items() if 0 <= position <= count}
     if p.update_state and count > 0:
-        slot = int((p.state_index if p.out_state_index is None else p.out_state_index)[n])
-        if p.is_slot(slot):
-            yield states_of(p)[slot], call.final[i]
+        written[int((p.state_index if p.out_state_index is None else p.out_state_index)[n])] = count
+    return {slot: position for slot, position in written.items() if p.is_slot(slot)}
 
 
 def _slice_tokens(rule: Problem, start: int, end: int) -> Problem:
@@ -119,8 +128,13 @@ def _slice_tokens(rule: Problem, start: int, end: int) -> Problem:
 
 
 def commit(problem: CommitProblem) -> None:
-    """Implement `Backend.commit`: write problem.dst, one strided copy of all layers per row, no temporary."""
-    p = problem
+    """Implement `Backend.commit`: write problem.dst, one strided copy of all layers per row, no temporary.
+
+    States for an Int16Pool are rounded in fp32, or in fp64 where they are in fp64.
+    """
+    p, dst = problem, problem.dst
+    wide = torch.promote_types(p.src.dtype, torch.float32)
+    pool = None if p.column_scale is None else ColumnStates(dst, p.column_scale, p.state_v_first)
     slots, (rows, T) = p.dst.shape[1], p.src.shape[1:3]
     copies = [(p.dst_index, p.step)]
     if p.extra_dst_index is not None and p.extra_step is not None:
@@ -128,4 +142,7 @@ def commit(problem: CommitProblem) -> None:
     for dst_index, step in copies:
         for d, r, t in zip(dst_index.tolist(), p.src_row.tolist(), step.tolist(), strict=True):
             if 0 <= d < slots and 0 <= r < rows and 0 <= t < T:
-                p.dst[:, d].copy_(p.src[:, r, t])
+                if pool is None:
+                    dst[:, d].copy_(p.src[:, r, t])
+                else:
+                    pool[:, d].copy_(p.src[:, r, t].to(wide))

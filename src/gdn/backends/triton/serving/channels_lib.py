@@ -21,7 +21,7 @@ from gdn.backends.triton.launch import jit, machine
 from gdn.backends.triton.lib import activate_beta, column_mask, dot
 from gdn.backends.triton.rule.channel_halves import lane_channels
 from gdn.backends.triton.rule.channels import channel_decays, double_pieces, level_decays
-from gdn.backends.triton.serving.history_lib import STEPS, column_scale_pointers, ring_places
+from gdn.backends.triton.serving.history_lib import column_scale_pointers, ring_places
 from gdn.backends.triton.serving.packet_lib import (
     ROWS,
     column_pointer,
@@ -33,6 +33,7 @@ from gdn.backends.triton.serving.packet_lib import (
     strip_mask,
     strip_pointers,
 )
+from gdn.backends.triton.serving.pool_lib import STEPS
 from gdn.backends.triton.serving.structs import Strip
 from gdn.problem import HistoryProblem, ReplayProblem
 

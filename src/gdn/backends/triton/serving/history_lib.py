@@ -14,9 +14,7 @@ from gdn.backends.triton.serving.packet_lib import (
     strip_mask,
     tokens_of_rows,
 )
-from gdn.backends.triton.serving.pool_lib import LEVELS, MAGIC, rounding_of
-
-STEPS = tl.constexpr(15.0)  # of a remainder of 4 bits to one of its int8
+from gdn.backends.triton.serving.pool_lib import LEVELS, MAGIC, SHORT_LEVELS, STEPS, rounding_of
 
 
 @jit
@@ -168,7 +166,7 @@ def fold_strip(state, scales, history, end, column, C: tl.constexpr):
             most = tl.max(tl.abs(S), 1 if C.AXIS == "k" else 0)
             largest = tl.maximum(largest, most, propagate_nan=tl.PropagateNan.ALL)
         IS_SHORT: tl.constexpr = state.ptr.dtype.element_ty == tl.int8
-        INT8: tl.constexpr = 127.0 if scales.low_ptr is None else 127.0 * STEPS
+        INT8: tl.constexpr = SHORT_LEVELS if scales.low_ptr is None else SHORT_LEVELS * STEPS
         inverse, new_scale = rounding_of(largest, INT8 if IS_SHORT else LEVELS)
         for start in range(0, C.K, C.BK):
             place, in_state, S = fold_tile(state, scales, history, end, column, start, factor, C)

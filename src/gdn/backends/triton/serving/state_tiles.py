@@ -70,17 +70,25 @@ def pick_tile(
     return StateTile(R, max(1, columns // R), K // W, W, warps)
 
 
-def pool_strides(x: Tensor, K: int, V: int, is_v_first: bool) -> tuple[str, int, tuple[int, ...]]:
+def state_strides(x: Tensor, K: int, V: int, is_v_first: bool) -> tuple[str, int, tuple[int, ...]]:
     """Return the axis along which states are contiguous ("k", "v" or ""), the unit of strides, the strides.
 
-    x is [slots, HV, V, K] or [slots, R, HV, V, K], or K first. Strides: slot, R, head, K, V.
+    x is [..., HV, V, K], or K first. Strides: those before the head, head, K, V.
     """
     v, k = x.stride()[-2:] if is_v_first else x.stride()[:-3:-1]
     axis = "k" if k == 1 or K == 1 else "v" if v == 1 or V == 1 else ""
-    lead = (x.stride(0), x.stride(1) if x.dim() == 5 else 0, x.stride(-3))
-    strides = (*lead, 0 if axis == "k" else k, 0 if axis == "v" else v)
+    strides = (*x.stride()[:-2], 0 if axis == "k" else k, 0 if axis == "v" else v)
     unit = unit_of(*strides)
     return axis, unit, tuple(s // unit for s in strides)
+
+
+def pool_strides(x: Tensor, K: int, V: int, is_v_first: bool) -> tuple[str, int, tuple[int, ...]]:
+    """Return what `state_strides` does for a pool, [slots, HV, V, K] or [slots, R, HV, V, K], or K first.
+
+    Strides: slot, R, head, K, V.
+    """
+    axis, unit, (n, *ring, h, k, v) = state_strides(x, K, V, is_v_first)
+    return axis, unit, (n, *(ring or (0,)), h, k, v)
 
 
 def scale_strides(x: Tensor | None) -> tuple[int | None, ...]:

@@ -29,6 +29,22 @@ class Slots(NamedTuple):
     entries: Any
 
 
+class Accepted(NamedTuple):
+    """Say which states a commit copies, and to which slots; a second slot of each entry is optional."""
+
+    slot_ptr: Any
+    row_ptr: Any
+    step_ptr: Any
+    extra_slot_ptr: Any  # None: one slot for each entry
+    extra_step_ptr: Any
+    slot_stride: Any
+    row_stride: Any
+    step_stride: Any
+    extra_slot_stride: Any
+    extra_step_stride: Any
+    n: Any
+
+
 class Gates(NamedTuple):
     """Hold the gates' pointers: g and beta, or the raw logits a and b with A_log and dt_bias."""
 
@@ -152,6 +168,16 @@ class ColumnScales(NamedTuple):
     low_column: Any
 
 
+class Remainders(NamedTuple):
+    """Say where the 4-bit remainders of a pool in int8 begin, with their strides."""
+
+    ptr: Any
+    slot_stride: Any
+    entry_stride: Any  # heads, where a ring has its entries
+    pair_stride: Any  # of two keys, in a byte
+    column_stride: Any
+
+
 class TileColumns(NamedTuple):
     """Say which keys and value columns of a state a program has in registers, and which of them exist."""
 
@@ -206,8 +232,8 @@ class Constants:
 
 
 STRUCTS = (
-    Slots, Gates, GateStrides, GateParameters, ChannelGates, Packet, Strip, History, Sums, Appended,
-    HeadStates, ColumnScales, TileColumns, Tokens, Token,
+    Slots, Accepted, Gates, GateStrides, GateParameters, ChannelGates, Packet, Strip, History, Sums, Appended,
+    HeadStates, ColumnScales, Remainders, TileColumns, Tokens, Token,
 )  # fmt: skip
 # a constant that `group_constants` reads, because Triton's cache key of a kernel has no fields of structs:
 # with two fields swapped, the stale binary would be found in the cache on disk
