@@ -22,6 +22,7 @@ from torch import Tensor
 
 from gdn.backends.backend import Saved
 from gdn.backends.triton.launch import Launch, PlanCache, device_guard, jit, kernel, machine, unit_of
+from gdn.backends.triton.launch.launches import compile_with_next
 from gdn.backends.triton.rule import run as chunked
 from gdn.backends.triton.rule.describe import to_kernel_layout
 from gdn.backends.triton.rule.pool import StatePool, pool_of
@@ -344,10 +345,9 @@ def _plan(p: PrefillProblem, rule: Problem) -> Prefill:
     programs = p.N * p.HV * part.blocks(p.V)
     index, heads = p.state_index.stride(0), (p.HV, *magic_numbers(p.HV))
     scale_n, _, *scale = scale_strides(p.column_scale)
-    scales = (scale_n, *scale)
     gather = Launch(
-        gather_kernel, programs, (n, h, k, v, index, _stride(p.has_initial_state), *heads, *slots, *scales),
-        constants, part.num_warps,
+        gather_kernel, programs, (n, h, k, v, index, _stride(p.has_initial_state), *heads, *slots, scale_n,
+        *scale), constants, part.num_warps,
     )  # fmt: skip
     scatter = Launch(
         scatter_kernel,
@@ -355,7 +355,7 @@ def _plan(p: PrefillProblem, rule: Problem) -> Prefill:
         (
             n, h, k, v, kept[0], *kept[2:], index, _stride(p.out_state_index), _stride(p.checkpoint_offsets),
             *heads, *slots, 0 if p.checkpoints is None else p.checkpoints.shape[0], p.checkpoint_every,
-            *scales,
+            scale_n, *scale,
         ),
         constants
         | counting
@@ -369,6 +369,7 @@ def _plan(p: PrefillProblem, rule: Problem) -> Prefill:
         {"V": p.V, "BV": triton.next_power_of_2(p.V), "C": 16},
         4,
     )
+    compile_with_next([(clear, (p.out, rule.cu_seqlens, p.state_index))])
     if p.snapshot_pos is None:
         return Prefill(gather, None, scatter, clear)
     most = min(16 // p.state.element_size(), unit)  # loads of q and k are as wide as those of the state
@@ -381,7 +382,7 @@ def _plan(p: PrefillProblem, rule: Problem) -> Prefill:
             *(s // token_unit for s in (*rule.q.stride()[1:3], *rule.k.stride()[1:3])),
             *rule.v.stride()[1:3], *gates.g[1:], *gates.beta[1:], gates.dt_bias, 1,
             n, h, k, v, index, _stride(p.snapshot_pos), _stride(p.snapshot_index), *heads,
-            *magic_numbers(p.HV // p.H), *slots, p.scale, p.lower_bound, *scales,
+            *magic_numbers(p.HV // p.H), *slots, p.scale, p.lower_bound, scale_n, *scale,
         ),
         {
             **constants, **counting, "TOKEN_UNIT": token_unit, "NORM": p.use_qk_l2norm_in_kernel,
