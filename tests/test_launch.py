@@ -36,12 +36,14 @@ from gdn.backends.triton.launch import (
     LaunchSequence,
     PlanCache,
     background,
+    binaries,
     launches,
     parallel,
     precompile,
     saved,
     unit_of,
 )
+from gdn.backends.triton.launch.compilations import compilations
 from gdn.backends.triton.rule import choose
 from gdn.backends.triton.rule import run as rule
 from gdn.problem import parse
@@ -426,6 +428,25 @@ def test_launches_of_a_sequence_are_compiled_together(ahead, monkeypatch):
 
 class _Handle:
     """Stand for a compiled kernel."""
+
+
+def test_what_waits_is_compiled_before_compilations_and_folders_end(ahead, monkeypatch, tmp_path):
+    """A count has the kernels of its own calls, and so has a folder; what waited before is in neither."""
+    monkeypatch.setattr(background, "QUIET", 60.0)
+    monkeypatch.setattr(binaries, "identity", dict)
+    x = torch.randn(100)
+    steps = [(scaled(100, 3.0), (x, None, x)), (scaled(100, 3.0), (x, x, x)), (scaled(100, 3), (x, x, x))]
+    plain, biased, of_integers = ([step] for step in steps)
+    launch.compile_ahead(CUDA, 1, lambda: plain)
+    with compilations() as names:
+        assert names == []
+        launch.compile_ahead(CUDA, 2, lambda: biased)
+    assert names == ["_scale"] and not ahead._waiting
+    launch.compile_ahead(CUDA, 3, lambda: of_integers)
+    with binaries.separate_cache(tmp_path / "folder"):
+        assert not ahead._waiting
+        launch.compile_ahead(CUDA, 4, lambda: [(replace(scaled(100, 3.0), num_warps=2), (x, None, x))])
+    assert len(list((tmp_path / "folder").rglob("*.cubin"))) == 1 and not ahead._waiting
 
 
 def test_a_later_launch_is_compiled_with_the_next_one(ahead, monkeypatch):

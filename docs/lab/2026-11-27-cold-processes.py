@@ -68,6 +68,9 @@ def finish():
     module = sys.modules.get("gdn.backends.triton.launch.precompile")
     getattr(module, "finish_ahead", lambda: None)()
 torch.cuda.synchronize()
+if mode == "imports":
+    import gdn.backends.triton.serving.prefill, gdn.backends.triton.serving.decode, gdn.backends.hopper.rule
+    sys.exit(print("{}"))
 times["start"] = round(time.time() - since, 3)
 found = {}
 if mode == "train":
@@ -104,7 +107,13 @@ COLUMNS = ("start", "load", "prefill", "decode", "again", "beside", "rest", "bit
 def child(tree: str, mode: str, folder: Path, results: Path) -> dict[str, object]:
     """Run the calls in a new process with an empty cache of its own; return seconds by name."""
     with tempfile.TemporaryDirectory() as cache:
-        variables = {"TRITON_CACHE_DIR": cache, "PYTHONPATH": str(Path(tree).resolve() / "src")}
+        variables = {
+            "TRITON_CACHE_DIR": cache,
+            "PYTHONPATH": str(Path(tree).resolve() / "src"),
+            # as an installed package has it: no source of Python is compiled
+            "PYTHONDONTWRITEBYTECODE": "",
+            "PYTHONPYCACHEPREFIX": str(results.with_name("bytecode")),
+        }
         command = [sys.executable, "-c", CHILD, mode, str(folder), str(results), str(time.time())]
         done = subprocess.run(
             command, env={**os.environ, **variables}, capture_output=True, text=True, timeout=120, check=False
@@ -125,8 +134,9 @@ def main() -> None:
     print(f"{'':14}", *(f"{name:>8}" for name in COLUMNS))
     with tempfile.TemporaryDirectory() as name:
         results = Path(name) / "results.pt"
-        # the first process reads torch and Triton from the disk, which is no part of either tree
-        child(asked.after, "load", Path(name) / "none", results)
+        # a process of each tree that is not timed: it reads torch from the disk, and writes Python's bytecode
+        for tree in (asked.before, asked.after):
+            child(tree, "imports", Path(name), results)
         for mode in ("empty", "load", "train", "load", "train"):
             for label, tree in (("before", asked.before), ("after", asked.after)):
                 if time.time() > end:
