@@ -323,6 +323,16 @@ def test_a_call_waits_for_what_the_background_compiles_already():
     assert ended == ["first", "second"]
 
 
+def test_a_system_without_more_threads_keeps_jobs(monkeypatch):
+    def refuse(thread):
+        raise RuntimeError("can't start new thread")
+
+    own = background.Background(lambda job: None)
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    own.add({1: "first"})
+    assert own._thread is None and own.take() == ["first"]
+
+
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="expected a system that forks")
 def test_a_forked_process_waits_for_no_thread_of_its_parent():
     """Neither the background's job nor the lock of a kernel that is traced exists there."""

@@ -47,8 +47,11 @@ class Background(Generic[Job]):
             self._quiet_from = time.monotonic() + QUIET
             if self._thread is None and self._waiting:
                 # a daemon: `stop` ends it before the interpreter does
-                self._thread = Thread(target=self._run, name="gdn compiles ahead", daemon=True)
-                self._thread.start()
+                thread = Thread(target=self._run, name="gdn compiles ahead", daemon=True)
+                # where the system starts no more threads, jobs wait for `take`
+                with suppress(RuntimeError):
+                    thread.start()
+                    self._thread = thread
 
     @contextmanager
     def call(self, keys: Collection[Hashable]) -> Iterator[None]:
