@@ -17,7 +17,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 import gdn
-from gdn.backends.triton.launch import Launch, binaries, identity, kernel, kernels, precompile, saved
+from gdn.backends.triton.launch import Launch, binaries, identity, kernel, kernels, parallel, saved
 
 pytestmark = pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") == "1", reason="nothing is compiled for the interpreter"
@@ -186,7 +186,7 @@ def test_a_saved_kernel_is_launched_without_triton(gpu, monkeypatch):
     assert gpu.compiled == 0 and len(gpu.loaded) == 2
     compiled = []
     monkeypatch.setattr(Launch, "compile", lambda one, tensors: compiled.append(one.constants["N"]))
-    assert precompile._compile_all([(add_one(), (x,)), (add_one(32), (x,))]) == [] and compiled == [32]
+    assert parallel.compile_all([(add_one(), (x,)), (add_one(32), (x,))]) == [] and compiled == [32]
 
 
 @pytest.mark.parametrize(

@@ -3,13 +3,20 @@
 import importlib.util
 import inspect
 import linecache
+import os
 import re
+import signal
+import subprocess
+import sys
 import threading
 import time
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -17,12 +24,26 @@ import triton
 import triton.language as tl
 from kit import api
 from triton.backends.compiler import GPUTarget
+from triton.compiler import code_generator
+from triton.compiler.code_generator import CodeGenerator
 from triton.experimental import gluon
 from triton.runtime._async_compile import active_mode
 from triton.runtime.jit import JITFunction
 
 from gdn.backends.triton import launch
-from gdn.backends.triton.launch import Launch, LaunchSequence, PlanCache, precompile, unit_of
+from gdn.backends.triton.launch import (
+    Launch,
+    LaunchSequence,
+    PlanCache,
+    background,
+    binaries,
+    launches,
+    parallel,
+    precompile,
+    saved,
+    unit_of,
+)
+from gdn.backends.triton.launch.compilations import compilations
 from gdn.backends.triton.rule import choose
 from gdn.backends.triton.rule import run as rule
 from gdn.problem import parse
@@ -206,22 +227,59 @@ class _NoGPU:
         return GPUTarget("cuda", 90, 32)
 
 
-def test_binaries_compiled_ahead_are_found_again(monkeypatch, tmp_path):
-    """Two at a time, each once; a step that cannot be compiled is left for its launch."""
+@pytest.fixture
+def ahead(monkeypatch, tmp_path):
+    """Return a background of its own for compilations on an imagined GPU, which starts at once."""
     monkeypatch.setattr(triton.runtime.driver, "_active", _NoGPU())
     monkeypatch.setattr(triton.knobs.cache, "dir", str(tmp_path))
     monkeypatch.setattr(precompile, "_compiled_kinds", set())
-    here = []
-    monkeypatch.setattr(precompile, "device_guard", lambda device: here.append(device) or nullcontext())
-    x, compiled = torch.randn(100), []
-    monkeypatch.setattr(
-        triton.knobs.runtime, "jit_post_compile_hook", lambda **info: compiled.append(info["fn"].name)
-    )
-    device, plain, wrong = torch.device("cuda", 0), (x, None, x), Launch(_wrong, 1, (1,), {}, num_warps=1)
+    # what tests before have compiled
+    _scale.device_caches.clear()
+    for module in (precompile, launches):
+        monkeypatch.setattr(module, "device_guard", lambda device: nullcontext())
+    monkeypatch.setattr(background, "QUIET", 0.0)
+    # a kernel is known by its binary's name, not only where it is one of gdn's
+    monkeypatch.setattr(saved, "PACKAGE", __name__)
+    own = background.Background(launches.BACKGROUND._run_one)
+    for module in (precompile, launches):
+        monkeypatch.setattr(module, "BACKGROUND", own)
+    yield own
+    own.stop()
+
+
+CUDA = torch.device("cuda", 0)
+
+
+def watch_compilations(monkeypatch):
+    """Return a list that gets the thread of each compilation."""
+    compiled = []
+    hook = lambda **info: compiled.append(threading.current_thread().name)  # noqa: E731
+    monkeypatch.setattr(triton.knobs.runtime, "jit_post_compile_hook", hook)
+    return compiled
+
+
+def wait_until(condition):
+    end = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("by", ["background", "finish"])
+def test_binaries_compiled_ahead_are_found_again(ahead, monkeypatch, by):
+    """Each once; a step that cannot be compiled is left for its launch, and no tensor is kept."""
+    monkeypatch.setattr(background, "QUIET", 0.0 if by == "background" else 60.0)
+    x, compiled = torch.randn(100), watch_compilations(monkeypatch)
+    plain, wrong = (x, None, x), Launch(_wrong, 1, (1,), {}, num_warps=1)
     steps = [(scaled(100, 3.0), plain), (scaled(100, 3.0), (x, x, x)), (scaled(7, 1.0), (x[1:], None, x))]
-    launch.compile_ahead(device, "kind", lambda: [*steps, (wrong, (x,))])
-    assert len(compiled) == 2 and here == [device]
-    launch.compile_ahead(device, "kind", lambda: pytest.fail("met before"))
+    launch.compile_ahead(CUDA, "kind", lambda: [*steps, (wrong, (x,))])
+    launch.compile_ahead(CUDA, "kind", lambda: pytest.fail("met before"))
+    if by == "finish":
+        assert all(t.is_meta for _, (_, given) in ahead._waiting.values() for t in given if t is not None)
+        precompile.finish_ahead()
+    else:
+        wait_until(lambda: not ahead._waiting and ahead._thread is None)
+    assert len(compiled) == 2 and (set(compiled) == {"gdn compiles ahead"}) == (by == "background")
     for go, tensors in steps:
         go.compile(tensors)
     assert len(compiled) == 2
@@ -230,12 +288,199 @@ def test_binaries_compiled_ahead_are_found_again(monkeypatch, tmp_path):
         wrong.compile((x,)).result()
 
 
-def test_what_is_compiled_ahead_is_loaded_by_one_thread(monkeypatch):
+def test_a_call_compiles_its_own_binaries_before_the_background_does(ahead, monkeypatch):
+    """A call takes its jobs from the background, which waits until the call and a pause are over."""
+    monkeypatch.setattr(background, "QUIET", 1.0)
+    x, compiled = torch.randn(100), watch_compilations(monkeypatch)
+    own, other = (scaled(100, 3.0), (x, None, x)), (scaled(100, 3.0), (x, x, x))
+    launch.compile_ahead(CUDA, "kind", lambda: [other, own])
+    launches.compile_now(CUDA, [own])
+    ended = time.monotonic()
+    assert len(compiled) == 1 and "gdn compiles ahead" not in compiled and len(ahead._waiting) == 1
+    wait_until(lambda: len(compiled) == 2)
+    assert compiled[1] == "gdn compiles ahead" and time.monotonic() - ended > 0.9
+
+
+def test_a_call_waits_for_what_the_background_compiles_already():
+    """Else it would compile the same again; other jobs wait until the call is over."""
+    began, go, ended = threading.Event(), threading.Event(), []
+
+    def run(job):
+        began.set()
+        go.wait(60)
+        ended.append(job)
+
+    own = background.Background(run)
+    with patch.object(background, "QUIET", 0.0):
+        own.add({1: "first", 2: "second", 3: "third"})
+        assert began.wait(60)
+        threading.Timer(0.1, go.set).start()
+        with own.call([1, 3]):
+            assert ended == ["first"]
+            time.sleep(0.1)
+            assert ended == ["first"]
+        wait_until(lambda: own._thread is None)
+    assert ended == ["first", "second"]
+
+
+def test_a_system_without_more_threads_keeps_jobs(monkeypatch):
+    def refuse(thread):
+        raise RuntimeError("can't start new thread")
+
+    own = background.Background(lambda job: None)
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    own.add({1: "first"})
+    assert own._thread is None and own.take() == ["first"]
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="expected a system that forks")
+def test_a_forked_process_waits_for_no_thread_of_its_parent():
+    """Neither the background's job nor the lock of a kernel that is traced exists there."""
+    began, go = threading.Event(), threading.Event()
+    own = background.Background(lambda job: began.set() or go.wait(60))
+    with patch.object(background, "QUIET", 0.0), parallel._TRACING:
+        own.add({1: "first", 2: "second"})
+        assert began.wait(60)
+        pid = os.fork()
+        if pid == 0:
+            signal.alarm(20)
+            holder = threading.Thread(target=lambda: parallel._TRACING.acquire() and os._exit(7))
+            own.take() or holder.start()
+            time.sleep(10)
+            os._exit(1)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
+        go.set()
+        assert own.take() == ["second"]
+
+
+def test_a_process_ends_while_kernels_wait_for_the_background():
+    """The thread ends with the job that it runs, and a job that raises ends nothing."""
+    text = """
+import time
+from gdn.backends.triton.launch import background
+background.QUIET = 0.0
+def run(job):
+    time.sleep(0.2)
+    print(job, flush=True)
+    raise ValueError
+own = background.Background(run)
+own.add({i: i for i in range(1000)})
+time.sleep(0.5)
+"""
+    command = [sys.executable, "-c", text]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    assert done.stderr == "" and 1 <= len(done.stdout.split()) <= 100
+
+
+@pytest.mark.skipif(not triton.__version__.startswith("3.6."), reason="expected a launcher for each kernel")
+def test_launchers_are_compiled_beside_their_kernels_and_not_loaded(ahead, monkeypatch):
+    """A descriptor's launcher as well, before the compiler says how it is laid out; a launch finds both."""
+    from triton.backends.nvidia import driver
+
+    def make(*types):
+        names = [f"x{i}" for i in range(len(types))]
+        function = SimpleNamespace(arg_names=names)
+        return SimpleNamespace(fn=function, constants={}, signature=dict(zip(names, types, strict=True)))
+
+    def build_one(name, text, folder, *rest):
+        (Path(folder) / "built").write_bytes(b"")
+        built.append(threading.current_thread() is threading.main_thread())
+        return str(Path(folder) / "built")
+
+    def compile_it(src, metas):
+        def compile_source():
+            wait_until(lambda: built)
+            return SimpleNamespace(src=src, metadata=SimpleNamespace(tensordesc_meta=metas))
+
+        return compile_source
+
+    built, loaded = [], []
+    monkeypatch.setattr(triton.knobs.build, "impl", build_one)
+    monkeypatch.setattr(driver, "library_dirs", list)
+    active = SimpleNamespace(launcher_cls=driver.CudaLauncher)
+    monkeypatch.setattr(type(triton.runtime.driver), "active", active)
+    for metas, types in (([], ("*fp32", "i32")), (["a layout"], ("tensordesc<bf16[64, 64],x>", "*fp32"))):
+        built.clear()
+        source = make(*types)
+        with parallel._Compiler(1) as pool:
+            kernel = pool.submit(compile_it(source, metas)).result()
+        assert built == [False]
+        with monkeypatch.context() as patch_:
+            load = lambda name, path: loaded.append(Path(path).name) or SimpleNamespace(launch=None)  # noqa: E731
+            patch_.setattr(triton.runtime.build, "_load_module_from_path", load)
+            with pytest.raises(AttributeError, match="global_scratch_size"):
+                driver.CudaLauncher(kernel.src, kernel.metadata)
+        assert built == [False] and len(loaded) == 1
+        loaded.clear()
+    # another than was expected is compiled, too
+    parallel.build_launcher(source, SimpleNamespace(tensordesc_meta=None))
+    assert built == [False, True]
+
+
+def test_launches_of_a_sequence_are_compiled_together(ahead, monkeypatch):
+    """The first call compiles all its launches before it runs one; those that the background has, too."""
+    x, together, ran = torch.randn(100), [], []
+    monkeypatch.setattr(launches, "compile_all", lambda steps: together.append([one for one, _ in steps]))
+    monkeypatch.setattr(Launch, "_dispatch", lambda one, tensors: ran.append(one) or _Handle)
+    monkeypatch.setattr(launches, "direct_call", lambda compiled: lambda *arguments: ran.append(compiled))
+    monkeypatch.setattr(launches, "find_binary", lambda one, tensors: None)
+    first, empty, second = scaled(100, 3.0), replace(scaled(100, 3.0), grid=0), scaled(7, 1.0)
+    second.seconds = 2.0
+    sequence = LaunchSequence(lambda tensors: [(one, (*tensors, None)) for one in (first, empty, second)])
+    monkeypatch.setattr(launches, "prepare", lambda steps, tensors: None)
+    sequence([x, x])
+    # then each by itself, where it finds the binary
+    assert together == [[second, first], [first], [second]] and ran == [first, second]
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
+    sequence([x, x])
+    assert len(together) == 3 and ran[2:] == [_Handle, _Handle]
+
+
+class _Handle:
+    """Stand for a compiled kernel."""
+
+
+def test_what_waits_is_compiled_before_compilations_and_folders_end(ahead, monkeypatch, tmp_path):
+    """A count has the kernels of its own calls, and so has a folder; what waited before is in neither."""
+    monkeypatch.setattr(background, "QUIET", 60.0)
+    monkeypatch.setattr(binaries, "identity", dict)
+    x = torch.randn(100)
+    steps = [(scaled(100, 3.0), (x, None, x)), (scaled(100, 3.0), (x, x, x)), (scaled(100, 3), (x, x, x))]
+    plain, biased, of_integers = ([step] for step in steps)
+    launch.compile_ahead(CUDA, 1, lambda: plain)
+    with compilations() as names:
+        assert names == []
+        launch.compile_ahead(CUDA, 2, lambda: biased)
+    assert names == ["_scale"] and not ahead._waiting
+    launch.compile_ahead(CUDA, 3, lambda: of_integers)
+    with binaries.separate_cache(tmp_path / "folder"):
+        assert not ahead._waiting
+        launch.compile_ahead(CUDA, 4, lambda: [(replace(scaled(100, 3.0), num_warps=2), (x, None, x))])
+    assert len(list((tmp_path / "folder").rglob("*.cubin"))) == 1 and not ahead._waiting
+
+
+def test_a_later_launch_is_compiled_with_the_next_one(ahead, monkeypatch):
+    """By the same thread alone, once, and without its tensors."""
+    together = []
+    monkeypatch.setattr(launches, "compile_all", lambda steps: together.append(steps))
+    x, first, last = torch.randn(100), scaled(100, 3.0), scaled(7, 1.0)
+    launches.compile_with_next([(last, (x, None, x))])
+    thread = threading.Thread(target=launches.compile_now, args=(CUDA, [(first, (x, None, x))]))
+    thread.start()
+    thread.join()
+    for _ in range(2):
+        launches.compile_now(CUDA, [(first, (x, None, x))])
+    assert [[one for one, _ in steps] for steps in together] == [[first], [first, last], [first]]
+    assert together[1][1][1][0].is_meta and together[1][1][1][0].shape == x.shape
+
+
+def test_what_is_compiled_ahead_is_loaded_by_one_thread(ahead, monkeypatch):
     """Threads that load launchers can take each other's; a binary belongs to the device it is loaded on.
 
     Those that take longest come first.
     """
-    loaded, built, order = [], [], []
+    monkeypatch.setattr(background, "QUIET", 60.0)
+    loaded, built, order, inside = [], [], [], []
 
     class Compiled:
         src = metadata = None
@@ -245,15 +490,13 @@ def test_what_is_compiled_ahead_is_loaded_by_one_thread(monkeypatch):
             assert len(built) == 5
             loaded.append((threading.current_thread(), list(inside)))
 
-    inside = []
-
     @contextmanager
     def on(device):
         inside.append(device)
         yield
         inside.pop()
 
-    steps = [(replace(scaled(100, 1.0), seconds=i % 3), (torch.randn(100),)) for i in range(5)]
+    steps = [(replace(scaled(100 + i, 1.0), seconds=i % 3), (torch.randn(100),)) for i in range(5)]
 
     def compiled(self, tensors):
         order.append(self.seconds)
@@ -263,17 +506,18 @@ def test_what_is_compiled_ahead_is_loaded_by_one_thread(monkeypatch):
         return submit(id(self), Compiled, *callbacks)
 
     monkeypatch.setattr(precompile, "device_guard", on)
-    monkeypatch.setattr(precompile, "_compiled_kinds", set())
-    monkeypatch.setattr(precompile, "_build_launcher", built.append)
+    monkeypatch.setattr(precompile, "job_key", lambda device, one, tensors: id(one))
+    monkeypatch.setattr(parallel, "build_launcher", lambda source, metadata: built.append(source))
     monkeypatch.setattr(launch.Launch, "compile", compiled)
     device = torch.device("cuda", 1)
     launch.compile_ahead(device, "kind", lambda: steps)
+    precompile.finish_ahead()
     assert len(built) == 5 and loaded == [(threading.current_thread(), [device])] * 5
     assert order == [2, 1, 1, 0, 0]
 
 
-def test_who_meets_what_another_thread_compiles_waits(monkeypatch):
-    """Else it would compile that again, and load a launcher while others are built."""
+def test_who_meets_what_another_thread_compiles_waits(ahead, monkeypatch):
+    """Else it would compile that again."""
     done, seen = [], []
 
     def steps():
@@ -285,8 +529,6 @@ def test_who_meets_what_another_thread_compiles_waits(monkeypatch):
         launch.compile_ahead(torch.device("cuda", 0), "kind", steps)
         seen.append(len(done))
 
-    monkeypatch.setattr(precompile, "device_guard", lambda device: nullcontext())
-    monkeypatch.setattr(precompile, "_compiled_kinds", set())
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(call, range(4)))
     assert seen == [1] * 4
@@ -312,23 +554,40 @@ def test_no_two_kernels_are_traced_at_once(monkeypatch):
         def make_ir(self, text):
             return super().make_ir(text)
 
-    monkeypatch.setattr(precompile, "ASTSource", Source)
+    monkeypatch.setattr(parallel, "ASTSource", Source)
     before = [vars(source)["make_ir"] for source in (Source, Other, Third)]
-    with precompile.trace_one_at_a_time(), ThreadPoolExecutor(8) as pool:
+
+    def trace(source, i):
+        # the caller's context and those of threads overlap
+        with parallel.trace_one_at_a_time() if i % 2 else nullcontext():
+            return source.make_ir(i)
+
+    with ThreadPoolExecutor(8) as pool:
         sources = [(Source, Other, Third)[i % 3]() for i in range(16)]
-        assert list(pool.map(lambda source, i: source.make_ir(i), sources, range(16))) == list(range(16))
+        with parallel.trace_one_at_a_time():
+            texts = pool.map(trace, sources, range(16))
+        assert list(texts) == list(range(16))
     assert met == [1] * 16
     assert [vars(source)["make_ir"] for source in (Source, Other, Third)] == before
 
 
+def test_tracing_leaves_warning_filters_alone(ahead, monkeypatch):
+    """Triton sets and restores them at each node, for all threads."""
+    changed, visit = [], CodeGenerator.visit
+    monkeypatch.setattr(
+        CodeGenerator, "visit", lambda self, node: changed.append(warnings.filters) or visit(self, node)
+    )
+    x, before = torch.randn(100), code_generator.warnings
+    launches.compile_now(CUDA, [(scaled(100, 3.0), (x, None, x))])
+    assert len(changed) > 10 and all(x is warnings.filters for x in changed)
+    assert code_generator.warnings is before is warnings
+
+
 @pytest.mark.parametrize("is_broken", [False, True])
-def test_triton_has_its_own_methods_after_compiling_ahead(monkeypatch, tmp_path, is_broken):
+def test_triton_has_its_own_methods_after_compiling_ahead(ahead, monkeypatch, is_broken):
     """`make_ir` of Triton's sources is replaced only while threads compile, also if compiling raises."""
-    monkeypatch.setattr(triton.runtime.driver, "_active", _NoGPU())
-    monkeypatch.setattr(triton.knobs.cache, "dir", str(tmp_path))
-    monkeypatch.setattr(precompile, "_compiled_kinds", set())
-    monkeypatch.setattr(precompile, "device_guard", lambda device: nullcontext())
-    sources = (precompile.ASTSource, *precompile.ASTSource.__subclasses__())
+    monkeypatch.setattr(background, "QUIET", 60.0)
+    sources = (parallel.ASTSource, *parallel.ASTSource.__subclasses__())
     before, during = [vars(x).get("make_ir") for x in sources], []
     compile_one = Launch.compile
 
@@ -340,8 +599,9 @@ def test_triton_has_its_own_methods_after_compiling_ahead(monkeypatch, tmp_path,
 
     monkeypatch.setattr(Launch, "compile", compiled)
     x = torch.randn(100)
+    launch.compile_ahead(CUDA, "kind", lambda: [(scaled(100, 3.0), (x, None, x))])
     with pytest.raises(RuntimeError, match="no compiler") if is_broken else nullcontext():
-        launch.compile_ahead(torch.device("cuda", 0), "kind", lambda: [(scaled(100, 3.0), (x, None, x))])
+        precompile.finish_ahead()
     assert during and all(x is None or x is not y for x, y in zip(before, during[0], strict=True))
     assert [vars(x).get("make_ir") for x in sources] == before
 

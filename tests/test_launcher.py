@@ -18,7 +18,7 @@ from gdn.backends.hopper.backward import cost as backward_cost
 from gdn.backends.hopper.backward import plan
 from gdn.backends.hopper.descriptors import make_descriptor
 from gdn.backends.triton import launch
-from gdn.backends.triton.launch import Launch, LaunchSequence, PlanCache, launcher
+from gdn.backends.triton.launch import Launch, LaunchSequence, PlanCache, launcher, launches
 from gdn.problem import parse
 from gdn.testing import Case, inputs, packed, rows
 
@@ -37,6 +37,7 @@ class Gpu:
         monkeypatch.setattr(driver, "make_tensordesc_arg", self.encode)
         monkeypatch.setattr(launcher, "isbuiltin", callable)
         monkeypatch.setattr(launcher, "isfunction", lambda x: x != self.record)
+        monkeypatch.setattr(launches, "compile_now", lambda device, steps: None)
         monkeypatch.setattr(Launch, "_dispatch", lambda self_, tensors: self.dispatch(self_, tensors))
 
     def encode(self, descriptor, metadata, *_):

@@ -20,6 +20,7 @@ from gdn.testing.tensors import Inputs
 from gdn_bench.problems.catalog import MIXED, VARIANTS, step
 from gdn_bench.providers.gdn_calls import prefill_arguments
 from gdn_bench.timing.measure import Times, times
+from gdn_bench.timing.settle import finish_background
 
 CALLS, BURSTS = 10, 25
 # gates and l2norm in the kernel, as a layer calls it; 16/32 heads
@@ -40,6 +41,7 @@ def burst(call: Callable[[], Any], device: torch.device) -> Times:
 
     call()
     call()
+    finish_background()
     seconds = []
     for _ in range(BURSTS):
         wait()

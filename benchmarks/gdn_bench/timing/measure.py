@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from gdn.cli.environment import CLONE, environment
+from gdn_bench.timing.settle import finish_background
 
 # without a clone, files are written to the current folder only
 ROOT = CLONE or Path.cwd()
@@ -53,6 +54,7 @@ def interleaved(
     for name, function in functions.items():
         if name not in cold:
             function()
+    finish_background()
     seconds: dict[str, list[float]] = {name: [] for name in functions}
     rounds, order = max(runs[name] for name in functions), list(functions.items())
     for i in range(rounds):

@@ -10,10 +10,12 @@ Read in this order:
     specs         shapes and dtypes of the tensors that a plan allocates
     launcher      call Triton's C function without its Python code, with descriptors encoded before
     ready         a sequence of compiled launches as a function of the addresses of tensors
+    parallel      compile the binaries of several launches in parallel
+    background    compile binaries that no call waits for, in a thread
     launches      Launch, LaunchSequence, CachedLaunch: run kernels with little host time
     plans         the cache of plans, which hold launches
     pdl           programmatic dependent launch
-    precompile    compile what a problem of another size will need, in parallel
+    precompile    compile what a problem of another size will need, in the background
     compilations  count what Triton compiles
     identity      what every compiled kernel depends on: the GPU, Triton, Python, gdn's source
     binaries      ship compiled kernels to another process or machine

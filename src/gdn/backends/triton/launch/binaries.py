@@ -17,6 +17,7 @@ import triton
 from triton.runtime.cache import FileCacheManager
 
 from gdn.backends.triton.launch.identity import identity
+from gdn.backends.triton.launch.precompile import finish_ahead
 from gdn.backends.triton.launch.saved import ENTRY, INDEX, add_to_cache, record_binaries
 
 MANIFEST = "manifest.json"
@@ -29,6 +30,8 @@ def separate_cache(folder: Path) -> Iterator[None]:
 
     A binary that this process has compiled or loaded before is not compiled again, so not written there.
     """
+    # what earlier calls have left to the background is not of this folder
+    finish_ahead()
     with triton.knobs.cache.scope(), triton.knobs.compilation.scope():
         triton.knobs.cache.dir = str(folder)
         triton.knobs.compilation.store_binary_only = True
@@ -36,6 +39,7 @@ def separate_cache(folder: Path) -> Iterator[None]:
         made_for = identity()
         with record_binaries() as launches:
             yield
+            finish_ahead()
         if folder.exists():
             (folder / INDEX).write_text(json.dumps({"made_for": made_for, "launches": launches}))
 

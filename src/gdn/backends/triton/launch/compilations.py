@@ -6,10 +6,17 @@ from typing import Any
 
 import triton
 
+from gdn.backends.triton.launch.precompile import finish_ahead
+
 
 @contextmanager
 def compilations() -> Iterator[list[str]]:
-    """Yield a list that gets the name of a kernel for every binary that this process compiles or loads."""
+    """Yield a list that gets the name of a kernel for every binary that this process compiles or loads.
+
+    What calls leave to the background is compiled before the context ends.
+    """
+    # what earlier calls have left to the background is theirs
+    finish_ahead()
     names: list[str] = []
     before = triton.knobs.runtime.jit_post_compile_hook
 
@@ -22,5 +29,6 @@ def compilations() -> Iterator[list[str]]:
     triton.knobs.runtime.jit_post_compile_hook = hook
     try:
         yield names
+        finish_ahead()
     finally:
         triton.knobs.runtime.jit_post_compile_hook = before

@@ -5,20 +5,23 @@ of one call. A `CachedLaunch` repeats the launch of a public call for later call
 """
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import reduce
 from operator import or_
+from threading import local
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from gdn.backends.triton.launch.background import Background
 from gdn.backends.triton.launch.device import device_guard
 from gdn.backends.triton.launch.kernels import INTERPRETED
 from gdn.backends.triton.launch.launcher import DirectCall, direct_call, triton_call
+from gdn.backends.triton.launch.parallel import compile_all, compile_one
 from gdn.backends.triton.launch.ready import Ready, prepare
-from gdn.backends.triton.launch.saved import find_binary, record_binary
+from gdn.backends.triton.launch.saved import LOADING, find_binary, launch_key, record_binary
 
 ALIGNMENT = 16  # bytes: if every pointer is a multiple, the compiled handle of the first launch can be reused
 
@@ -101,18 +104,30 @@ class Launch:
         aligned = [x if x is None or x.data_ptr() % ALIGNMENT == 0 else x.new_empty(1) for x in plain]
         return self.kernel.warmup(*descriptors, *aligned, *self.scalars, grid=(1,), **self._constants)
 
-    def _launch_first(self, tensors: tuple[Tensor | None, ...]) -> None:
-        plain = tensors[self.num_descriptors :]
-        is_aligned = all(x is None or x.data_ptr() % ALIGNMENT == 0 for x in plain)
+    def needs_compiler(self, tensors: tuple[Tensor | None, ...]) -> bool:
+        """Return True before the first launch whose compiled handle is kept for later ones."""
+        return not INTERPRETED and self._call is None and self.grid != 0 and self._is_usual(tensors)
+
+    def _is_usual(self, tensors: tuple[Tensor | None, ...]) -> bool:
         # integers beyond 32 bits would need another signature; leave them to Triton
         is_small = all(not isinstance(x, int) or -(2**31) <= x < 2**31 for x in self.scalars)
-        if INTERPRETED or not is_aligned or not is_small:
+        plain = tensors[self.num_descriptors :]
+        return is_small and all(x is None or x.data_ptr() % ALIGNMENT == 0 for x in plain)
+
+    def _launch_first(self, tensors: tuple[Tensor | None, ...]) -> None:
+        plain = tensors[self.num_descriptors :]
+        if INTERPRETED or not self._is_usual(tensors):
             self._dispatch(tensors)
             return
         saved = find_binary(self, tensors)
-        compiled = self._dispatch(tensors) if saved is None else saved
+        device = next(x.device for x in plain if x is not None)
+        if saved is None:
+            compile_now(device, [(self, tensors)])
+        # no other thread may load a launcher meanwhile
+        with LOADING:
+            compiled = self._dispatch(tensors) if saved is None else saved
         record_binary(self, tensors, compiled)
-        self._device = next(x.device.index for x in plain if x is not None)
+        self._device = device.index
         self._trailing = (*self.scalars, *(None for _ in self.constants))
         self._compiled, self._direct = compiled, direct_call(compiled)
         # last: another thread that finds it finds the others, too
@@ -122,6 +137,48 @@ class Launch:
 
 
 Step = tuple[Launch, tuple[Any, ...]]
+# compiles what calls of other sizes will need: see `precompile`
+BACKGROUND: Background[tuple[torch.device, Step]] = Background(lambda job: compile_on(*job))
+_expected = local()  # steps: what this thread compiles with the next launch
+
+
+def compile_on(device: torch.device, step: Step) -> None:
+    """Compile a launch for a device, in a thread whose current device may be another."""
+    with device_guard(device):
+        compile_one(*step)
+
+
+def compile_now(device: torch.device, steps: Sequence[Step]) -> None:
+    """Compile these launches of a call in parallel, for the current device, before they are launched."""
+    steps = [*steps, *vars(_expected).pop("steps", ())]
+    # one thread at a time: the others would compile the same
+    with LOADING, BACKGROUND.call([job_key(device, *step) for step in steps]), suppress(Exception):
+        # what raises here raises again where it is launched
+        compile_all(sorted(steps, key=lambda step: -step[0].seconds))
+
+
+def compile_with_next(steps: Sequence[Step]) -> None:
+    """Compile these launches of a call with the next one that this thread compiles, on the same device."""
+    if _recorder is None:
+        missing = [(one, tuple(map(stand_in, given))) for one, given in steps if one.needs_compiler(given)]
+        vars(_expected).setdefault("steps", []).extend(missing)
+
+
+def stand_in(x: Any) -> Any:
+    """Return a tensor or TMA descriptor without memory, for which Triton compiles as for an aligned x."""
+    if x is None:
+        return None
+    if isinstance(x, Tensor):
+        return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
+    # without the constructor, which would check all fields again
+    descriptor = object.__new__(type(x))
+    descriptor.__dict__.update(vars(x), base=stand_in(x.base))
+    return descriptor
+
+
+def job_key(device: torch.device, launch: Launch, tensors: tuple[Any, ...]) -> Hashable:
+    """Return what identifies the binary of a launch on a device, among the jobs of the background."""
+    return device, launch_key(launch, tensors) or id(launch)
 
 
 class LaunchSequence:
@@ -145,8 +202,12 @@ class LaunchSequence:
             if reduce(or_, pointers) % ALIGNMENT == 0:
                 ready.launch(pointers)
                 return
-        launches = []
-        for launch, given in self.steps(tensors):
+        launches, steps = [], list(self.steps(tensors))
+        if ready is None and _recorder is None:
+            missing = [(launch, given) for launch, given in steps if launch.needs_compiler(given)]
+            if len(missing) > 1:
+                compile_now(next(x.device for x in tensors if x is not None), missing)
+        for launch, given in steps:
             launch(*given)
             if launch.grid != 0:
                 launches.append(launch)

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from gdn.backends.backend import Saved
 from gdn.backends.triton.launch import Launch, PlanCache, device_guard, machine, unit_of
+from gdn.backends.triton.launch.launches import compile_with_next
 from gdn.backends.triton.rule import run as chunked
 from gdn.backends.triton.rule.describe import to_kernel_layout
 from gdn.backends.triton.rule.pool import StatePool, pool_of
@@ -154,7 +155,7 @@ def _plan(p: PrefillProblem, rule: Problem) -> Prefill:
         (
             n, h, k, v, kept[0], *kept[2:], index, _stride(p.out_state_index), _stride(p.checkpoint_offsets),
             *heads, *slots, 0 if p.checkpoints is None else p.checkpoints.shape[0], p.checkpoint_every,
-            *scales,
+            scale_n, *scale,
         ),
         constants
         | counting
@@ -162,6 +163,7 @@ def _plan(p: PrefillProblem, rule: Problem) -> Prefill:
         part.num_warps,
     )  # fmt: skip
     clear = _plan_clear(p, (*heads, *slots))
+    compile_with_next([(clear, (p.out, rule.cu_seqlens, p.state_index))])
     reset = None if p.cursor is None else _plan_reset(p)
     if p.snapshot_pos is None:
         return Prefill(gather, None, scatter, clear, reset)
@@ -175,7 +177,7 @@ def _plan(p: PrefillProblem, rule: Problem) -> Prefill:
             *(s // token_unit for s in (*rule.q.stride()[1:3], *rule.k.stride()[1:3])),
             *rule.v.stride()[1:3], *gates.g[1:], *gates.beta[1:], gates.dt_bias, 1,
             n, h, k, v, index, _stride(p.snapshot_pos), _stride(p.snapshot_index), *heads,
-            *magic_numbers(p.HV // p.H), *slots, p.scale, p.lower_bound, *scales,
+            *magic_numbers(p.HV // p.H), *slots, p.scale, p.lower_bound, scale_n, *scale,
         ),
         {
             **constants, **counting, "TOKEN_UNIT": token_unit, "NORM": p.use_qk_l2norm_in_kernel,
