@@ -21,7 +21,7 @@ from kit.compiling import TARGETS, jobs_of, recording
 from kit.hopper import BASE, CASES, checkpoint_options, make_prefill
 
 from gdn.backends import hopper
-from gdn.backends.hopper import cost, descriptors, rule, segments
+from gdn.backends.hopper import cost, descriptors, rule, scans, segments
 from gdn.backends.hopper.backward import cost as backward_cost
 from gdn.backends.hopper.backward import plan
 from gdn.backends.triton.rule import run as chunked
@@ -150,7 +150,7 @@ def test_compiling_ahead_takes_any_strides(monkeypatch, of_heads, kept):
     widths = {launch.constants["BV"] for launch in found if launch.kernel is segments.propagate_states_kernel}
     assert widths == set(segments.PROPAGATE[problem.K][0])
     consumers = [
-        launch.constants["CONSUMERS"] for launch in found if launch.kernel is rule.persistent_scan_kernel
+        launch.constants["CONSUMERS"] for launch in found if launch.kernel is scans.persistent_scan_kernel
     ]
     assert sorted(consumers) == ([1, 1, 2, 2] if problem.K == 128 else [1] * 4)
 

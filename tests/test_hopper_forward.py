@@ -29,7 +29,7 @@ from kit.hopper import (
     watch_flags,
 )
 
-from gdn.backends.hopper import cost, rule
+from gdn.backends.hopper import cost, rule, scans
 from gdn.backends.triton.chunks import Table
 from gdn.backends.triton.launch import PlanCache, machine
 from gdn.backends.triton.rule import run as chunked
@@ -113,7 +113,7 @@ def test_no_work_item_is_taken_before_the_counter_is_zeroed(monkeypatch):
     call = Simulated.__call__
 
     def early(launch, *tensors):
-        if launch.kernel is rule.persistent_scan_kernel:
+        if launch.kernel is scans.persistent_scan_kernel:
             count = tensors[-1].fill_(1000)
             monkeypatch.setitem(gluon_simulator.STANDINS, "gdc_wait", lambda: count.remainder_(1000))
         call(launch, *tensors)
@@ -172,7 +172,7 @@ def test_the_scan_takes_the_longest_first(monkeypatch, consumers):
 
     def watched(launch, *tensors):
         with monkeypatch.context() as patched:
-            if launch.kernel is rule.persistent_scan_kernel:
+            if launch.kernel is scans.persistent_scan_kernel:
                 patched.setitem(gluon_simulator.STANDINS, "tma_load", recorded)
             call(launch, *tensors)
 

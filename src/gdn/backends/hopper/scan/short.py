@@ -1,0 +1,409 @@
+"""Scan many short sequences: the state scan whose states move by TMA while chunks are computed.
+
+A consumer of `persistent_scan_kernel` waits between two work items: it looks up the next one in L2, loads its
+initial state from HBM behind the stores of the final one, and idles meanwhile. With one to eight chunks an
+item, that is most of an item's time. Here the producer warp does all of it ahead of time, through shared
+memory that holds one state:
+
+    producer        takes and locates item t + 1, publishes it; stores the final state of item t - 1 by TMA,
+                    and loads the initial state of item t + 1
+    consumers       before item t + 1: read its initial state, and write the final state of item t there
+
+Each consumer reads and writes its own 64 value rows, and each lane its own elements. The state takes the
+shared memory of the third pipeline stage. The arithmetic is that of `persistent_scan_kernel`, and so are the
+bits.
+"""
+
+from typing import Any
+
+from triton.experimental.gluon import language as gl
+
+from gdn.backends.hopper.factors import C
+from gdn.backends.hopper.gluon import (
+    fence_async_shared,
+    gdc_launch_dependents,
+    gdc_wait,
+    jit,
+    kernel,
+    mbarrier,
+    struct,
+    tma_load,
+    tma_store,
+    tma_store_wait,
+)
+from gdn.backends.hopper.scan.consumer import scan_chunks
+from gdn.backends.hopper.scan.kernel import allocate_tiles
+from gdn.backends.hopper.scan.operands import ACC_STATE, ACC_TOKENS
+from gdn.backends.hopper.scan.producer import load_chunk
+from gdn.backends.hopper.scan.scheduler import (
+    ONE_WARP,
+    ONE_WARPGROUP,
+    SLOTS,
+    STRIP,
+    Geometry,
+    stage_and_phase,
+)
+from gdn.backends.hopper.scan.scores import compute_chunk_scores
+from gdn.backends.hopper.scan.structs import Config, Inputs, Outputs, Pipeline, Position, Scan, Slots
+from gdn.backends.triton.chunks import SEQUENCE
+
+# int32 fields of a published work item: tokens (below 0: no item is left), first token, value head
+LENGTH, TOKEN, HEAD = (gl.constexpr(i) for i in range(3))
+FIELDS = gl.constexpr(4)
+
+
+@struct
+class Work:
+    """Hold a work item in the producer's registers."""
+
+    number: Any  # in the order of the schedule; num_items or more: no item is left
+    head: Any
+    row: Any
+    token: Any  # the first one in its row
+    length: Any
+    chunk: Any  # the first one
+    source: Any  # index of the initial state; past the states: zero
+    goal: Any  # index of the final state; past the states: it is not stored
+
+
+@struct
+class WorkQueue:
+    """Hold published work items in shared memory, the mbarriers of their slots, the counter in HBM."""
+
+    items: Any
+    full: Any  # 1 arrival, by the producer
+    empty: Any  # 1 arrival by each reader: the score warpgroup and the consumers
+    next_ptr: Any  # the tile scheduler: items that were taken, beyond the first of each CTA
+
+    @jit
+    def publish(self, work, turn, geometry):
+        """Write the turn-th work item of the CTA to shared memory."""
+        slot, phase = stage_and_phase(turn, self.full)
+        token = work.row * geometry.T + work.token
+        length = gl.where(work.number < geometry.num_items, work.length, -1)
+        field = gl.arange(0, FIELDS, ONE_WARP)
+        fields = gl.where(field == LENGTH, length, gl.where(field == TOKEN, token, work.head))
+        # all partitions have read what this slot of shared memory held two turns before
+        mbarrier.wait(self.empty.index(slot), phase ^ 1)
+        self.items.index(slot).store(fields.to(gl.int32))
+        fence_async_shared()
+        mbarrier.arrive(self.full.index(slot), count=1)
+
+    @jit
+    def read(self, turn):
+        """Wait for the turn-th work item of the CTA; return its length, first token and value head."""
+        slot, phase = stage_and_phase(turn, self.full)
+        mbarrier.wait(self.full.index(slot), phase)
+        item = self.items.index(slot)
+        # a maximum over one element: every lane gets it as a scalar register
+        length = gl.max(item.slice(LENGTH, 1).load(ONE_WARPGROUP), 0)
+        token = gl.max(item.slice(TOKEN, 1).load(ONE_WARPGROUP), 0)
+        head = gl.max(item.slice(HEAD, 1).load(ONE_WARPGROUP), 0)
+        fence_async_shared()
+        # the producer may overwrite the slot
+        mbarrier.arrive(self.empty.index(slot), count=1)
+        return length, token, head
+
+
+@struct
+class States:
+    """Hold the shared memory of a state, and how TMA moves it between there and HBM.
+
+    Swap t: each consumer reads the initial state of item t, and writes the final state of item t - 1 to the
+    same addresses. After the last item there is one swap more.
+    """
+
+    initial: Any  # descriptor [1, 1, 64, D] of value rows, or [1, 1, D, 64] keys first; None: zero
+    final: Any  # None: not stored
+    tiles: Any  # of each consumer
+    full: Any  # 1 arrival, by the producer, and its TMA bytes: swap t may begin
+    empty: Any  # 1 arrival by each consumer: swap t is done
+
+    @jit
+    def tile(self, WG: gl.constexpr, config):
+        """Return the shared memory of a consumer's S^T, value rows down."""
+        D: gl.constexpr = config.D
+        if config.V_FIRST:
+            return self.tiles.index(WG).reshape([STRIP, D])
+        else:
+            return self.tiles.index(WG).reshape([D, STRIP]).permute((1, 0))
+
+    @jit
+    def wait_full(self, turn):
+        """Wait until the initial state of the turn-th item is in shared memory."""
+        _, phase = stage_and_phase(turn, self.full)
+        mbarrier.wait(self.full.index(0), phase)
+
+    @jit
+    def put_final(self, S, WG: gl.constexpr, config):
+        """Write S to shared memory as the final state of an item, and end the swap."""
+        if self.final is not None:
+            self.tile(WG, config).store(S.to(self.final.dtype))
+        # order reads and writes of shared memory before the TMA store that reads and the load that overwrites
+        fence_async_shared()
+        mbarrier.arrive(self.empty.index(0), count=1)
+
+    @jit
+    def swap(self, S, turn, WG: gl.constexpr, config):
+        """Return S^T before the turn-th item of the CTA; S is that after the item before, and is stored."""
+        layout: gl.constexpr = ACC_TOKENS if config.D == C else ACC_STATE
+        self.wait_full(turn)
+        if self.initial is None:
+            following = gl.zeros((STRIP, config.D), gl.float32, layout)
+        else:
+            following = self.tile(WG, config).load(layout).to(gl.float32)
+        self.put_final(S, WG, config)
+        return following
+
+    @jit
+    def store_final(self, goal, head, turn, config):
+        """Wait for the CTA's swap of this turn, then store the final state in shared memory to HBM by TMA."""
+        _, phase = stage_and_phase(turn, self.empty)
+        mbarrier.wait(self.empty.index(0), phase)
+        if self.final is not None:
+            for n in gl.static_range(config.CONSUMERS):
+                tma_store(self.final, state_corner(goal, head, n, config), self.tiles.index(n))
+            # TMA has read shared memory
+            tma_store_wait(0)
+
+    @jit
+    def load_initial(self, work, config):
+        """Load the initial state of an item by TMA; without one, the consumers may swap at once."""
+        ready = self.full.index(0)
+        if self.initial is None:
+            mbarrier.arrive(ready, count=1)
+        else:
+            mbarrier.expect(ready, config.CONSUMERS * self.initial.block_type.nbytes)
+            for n in gl.static_range(config.CONSUMERS):
+                corner = state_corner(work.source, work.head, n, config)
+                tma_load(self.initial, corner, ready, self.tiles.index(n))
+
+
+@jit
+def state_corner(state, head, WG: gl.constexpr, config):
+    """Return the coordinates of a consumer's 64 value rows of a state."""
+    if config.V_FIRST:
+        return [state, head, WG * STRIP, 0]
+    else:
+        return [state, head, 0, WG * STRIP]
+
+
+@jit
+def past_states(scan):
+    """Return an index past all states: a TMA load from there fills in zeros, a TMA store writes nothing."""
+    if scan.slots is None:
+        # there are at most as many states as work items
+        return scan.geometry.num_items
+    else:
+        return scan.slots.slots
+
+
+@jit
+def locate_work(number, scan):
+    """Return the work item of a scheduled number, all of it looked up in L2.
+
+    Packed sequences are taken longest first by the sorted table.
+    """
+    geometry = scan.geometry
+    item = gl.minimum(number, geometry.num_items - 1)
+    n = item // geometry.HV
+    if geometry.cu_seqlens_ptr is None:
+        row, token, length, chunk = geometry.locate(item)
+    else:
+        # a long sequence that came last would leave the other SMs idle: entry n is the n-th longest
+        fields = geometry.table_ptr + 2 * geometry.bound + SEQUENCE * n
+        row, token, length, chunk = n * 0, gl.load(fields + 2), gl.load(fields + 3), gl.load(fields + 4)
+        n = gl.load(fields + 1)
+    is_read = number < geometry.num_items
+    is_written = is_read
+    source = n
+    goal = n
+    if scan.slots is not None:
+        # the pool is the caller's: launches before `solve` have completed, so this needs no `gdc_wait`
+        slots = scan.slots
+        source = gl.load(slots.index_ptr + n * slots.index_n).to(gl.int64)
+        is_read = is_read & slots.is_slot(source)
+        goal = source
+        # an empty sequence leaves its slot as it is
+        is_written = is_read & (length > 0)
+        if slots.out_index_ptr is not None:
+            goal = gl.load(slots.out_index_ptr + n * slots.out_index_n).to(gl.int64)
+            is_written = is_written & slots.is_slot(goal)
+        if slots.has_initial_ptr is not None:
+            is_read = is_read & (gl.load(slots.has_initial_ptr + n * slots.has_initial_n) != 0)
+    past = past_states(scan)
+    return Work(
+        number=number, head=item % geometry.HV, row=row, token=token, length=length, chunk=chunk,
+        source=gl.where(is_read, source, past).to(gl.int32),
+        goal=gl.where(is_written, goal, past).to(gl.int32),
+    )  # fmt: skip
+
+
+@jit
+def load_chunks(begin, end, first, work, scan):
+    """Load the CTA's chunks from begin to end into the pipeline stages; `first` is the item's first one."""
+    geometry = scan.geometry
+    token = work.token + (begin - first) * C
+    tile = (work.chunk + (begin - first)) * geometry.HV + work.head
+    for i in range(begin, end):
+        corner = (work.row, token, work.head // geometry.ratio)
+        load_chunk(i, corner, (work.row, token, work.head, 0), tile, scan)
+        token += C
+        tile += geometry.HV
+
+
+@jit
+def run_producer(scan, queue, states):
+    """Run the producer warp: take work items, load their chunks and initial states, store final states.
+
+    `turn` counts the CTA's work items, `num_chunks` its chunks over all of them.
+    """
+    geometry = scan.geometry
+    STAGES: gl.constexpr = scan.pipeline.full.shape[0]
+    num_chunks = 0
+    turn = 0
+    work = locate_work(gl.program_id(0), scan)
+    queue.publish(work, turn, geometry)
+    # initial states are the caller's, and load while `solve` drains
+    states.load_initial(work, scan.config)
+    # no final state is in shared memory yet
+    goal = past_states(scan)
+    head = work.head
+    while work.number < geometry.num_items:
+        end = num_chunks + gl.cdiv(work.length, C)
+        # Each step waits for something that consumers do, in their order: they finish the item before, which
+        # empties these stages, and then swap states.
+        middle = gl.minimum(num_chunks + STAGES, end)
+        load_chunks(num_chunks, middle, num_chunks, work, scan)
+        # Wait even if no chunk was loaded: `solve` zeroes the counter in HBM, and the next kernel relies
+        # on this kernel to complete only after everything before it has completed.
+        gdc_wait()
+        # item b was CTA b's first; the tile scheduler is this counter in L2
+        number = gl.num_programs(0) + gl.atomic_add(queue.next_ptr, 1, sem="relaxed")
+        following = locate_work(number, scan)
+        queue.publish(following, turn + 1, geometry)
+        states.store_final(goal, head, turn, scan.config)
+        states.load_initial(following, scan.config)
+        load_chunks(middle, end, num_chunks, work, scan)
+        num_chunks = end
+        turn += 1
+        goal, head = work.goal, work.head
+        work = following
+    states.store_final(goal, head, turn, scan.config)
+
+
+@jit
+def run_consumer(WG: gl.constexpr, scan, queue, states):
+    """Run consumer warpgroup WG: advance its 64 value rows of S^T through all work items, and store o."""
+    layout: gl.constexpr = ACC_TOKENS if scan.config.D == C else ACC_STATE
+    S = gl.zeros((STRIP, scan.config.D), gl.float32, layout)
+    i = 0
+    turn = 0
+    length, token, head = queue.read(turn)
+    while length >= 0:
+        S = states.swap(S, turn, WG, scan.config)
+        # chunk numbers count over all work items of the CTA: first token that chunk 0 would have
+        position = Position(token=token - i * C, tile=0, head=head, first_v=WG * STRIP)
+        S, i = scan_chunks(S, i, i + gl.cdiv(length, C), i * C + length, position, WG, scan)
+        turn += 1
+        length, token, head = queue.read(turn)
+    states.wait_full(turn)
+    states.put_final(S, WG, scan.config)
+    # shared memory must outlive the last TMA store that reads it
+    tma_store_wait(0)
+
+
+@jit
+def compute_scores(scan, queue):
+    """Run the score warpgroup: compute P of all chunks of all work items, for every consumer warpgroup."""
+    num_chunks = 0
+    turn = 0
+    length, _, _ = queue.read(turn)
+    while length >= 0:
+        end = num_chunks + gl.cdiv(length, C)
+        for i in range(num_chunks, end):
+            compute_chunk_scores(i, length - (i - num_chunks) * C, scan)
+        num_chunks = end
+        turn += 1
+        length, _, _ = queue.read(turn)
+
+
+@kernel
+def short_scan_kernel(
+    q_d, k_d, v_d, upper_d, lower_d, f_d, o_d, initial_d, final_d, cu_seqlens_ptr, table_ptr,
+    o_ptr, factors_ptr, index_ptr, out_index_ptr, has_initial_ptr, next_ptr,
+    T, HV, ratio, chunks_per_row, bound, num_items,
+    state_n, state_h, index_n, out_index_n, has_initial_n, slots, lowest,
+    V_FIRST: gl.constexpr, FAST_PATH: gl.constexpr, D: gl.constexpr,
+):  # fmt: skip
+    # One CTA: work item after work item, all value rows of S^T through all chunks, and their outputs o.
+    # Grid: min(work items, SMs), persistent, 1 CTA an SM.
+    # Warps: 4 for each 64 value rows, 4 for scores, 1 producer.
+    # Shared memory: STAGES stages of q, k, v, A_inv, factors and P; o of each consumer; one state; 2 items.
+    # The producer fills a stage and the state by TMA, and stores final states by TMA. The score warpgroup
+    # reads q, k and factors, and writes P. A consumer reads all of the stage, stores o by TMA, and swaps
+    # states. With index_ptr states are slots of a pool, which the descriptors cover.
+    # mbarriers: full[s], P_full[s] and empty[s] of `persistent_scan_kernel`; those of WorkQueue and States.
+    CONSUMERS: gl.constexpr = D // STRIP
+    # at K = V = 128 the state takes the shared memory of the third stage
+    STAGES: gl.constexpr = 2 if CONSUMERS == 2 else 3
+    config = Config(CONSUMERS=CONSUMERS, D=D, V_FIRST=V_FIRST, FAST_PATH=FAST_PATH, IN_SEGMENTS=False)
+    inputs = Inputs(
+        q=q_d, k=k_d, v=v_d, A_upper=upper_d, A_lower=lower_d, factors=f_d,
+        factors_ptr=factors_ptr, initial_ptr=None,
+    )  # fmt: skip
+    outputs = Outputs(o=o_d, S=None, o_ptr=o_ptr, final_ptr=None)
+    pool = None
+    if index_ptr is not None:
+        pool = Slots(
+            index_ptr=index_ptr, out_index_ptr=out_index_ptr, has_initial_ptr=has_initial_ptr,
+            state_n=state_n, state_h=state_h, index_n=index_n, out_index_n=out_index_n,
+            has_initial_n=has_initial_n, slots=slots, lowest=lowest,
+        )  # fmt: skip
+    geometry = Geometry(
+        cu_seqlens_ptr=cu_seqlens_ptr, table_ptr=table_ptr, T=T, HV=HV, ratio=ratio,
+        chunks_per_row=chunks_per_row, bound=bound, num_items=num_items,
+    )  # fmt: skip
+    tiles = allocate_tiles(inputs, outputs, True, STAGES, config)
+    state_d = final_d if initial_d is None else initial_d
+    shape: gl.constexpr = [CONSUMERS, 1, 1, STRIP, D] if V_FIRST else [CONSUMERS, 1, 1, D, STRIP]
+    state_s = gl.allocate_shared_memory(state_d.dtype, shape, state_d.layout)
+    items = gl.allocate_shared_memory(gl.int32, [SLOTS, FIELDS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    barrier: gl.constexpr = mbarrier.MBarrierLayout()
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
+    P_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
+    item_full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], barrier)
+    item_empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], barrier)
+    state_full = gl.allocate_shared_memory(gl.int64, [1, 1], barrier)
+    state_empty = gl.allocate_shared_memory(gl.int64, [1, 1], barrier)
+    for i in gl.static_range(SLOTS):
+        mbarrier.init(item_full.index(i), count=1)
+        mbarrier.init(item_empty.index(i), count=1 + CONSUMERS)
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(empty.index(i), count=1 + CONSUMERS)
+        mbarrier.init(P_full.index(i), count=1)
+    mbarrier.init(state_full.index(0), count=1)
+    mbarrier.init(state_empty.index(0), count=CONSUMERS)
+    # mbarriers are initialised in the generic proxy; TMA arrives on them in the async proxy
+    fence_async_shared()
+    # PDL: the next kernel may be scheduled at once; it waits for this one before it touches memory
+    gdc_launch_dependents()
+    scan = Scan(
+        inputs=inputs, outputs=outputs, tiles=tiles, geometry=geometry, config=config,
+        pipeline=Pipeline(full=full, empty=empty, P_full=P_full), queue=None, slots=pool,
+    )  # fmt: skip
+    queue = WorkQueue(items=items, full=item_full, empty=item_empty, next_ptr=next_ptr)
+    states = States(initial=initial_d, final=final_d, tiles=state_s, full=state_full, empty=state_empty)
+    # registers as in `persistent_scan_kernel`
+    if CONSUMERS == 1:
+        gl.warp_specialize([
+            (run_consumer, (0, scan, queue, states)), (compute_scores, (scan, queue)),
+            (run_producer, (scan, queue, states)),
+        ], [4, 1], [88, 24])  # fmt: skip
+    else:
+        gl.warp_specialize([
+            (run_consumer, (0, scan, queue, states)), (run_consumer, (1, scan, queue, states)),
+            (compute_scores, (scan, queue)), (run_producer, (scan, queue, states)),
+        ], [4, 4, 1], [200, 88, 24])  # fmt: skip
