@@ -38,7 +38,6 @@ from gdn.backends.hopper.scan.producer import load_chunk
 from gdn.backends.hopper.scan.scheduler import (
     ONE_WARP,
     ONE_WARPGROUP,
-    SLOTS,
     STRIP,
     Geometry,
     stage_and_phase,
@@ -47,28 +46,20 @@ from gdn.backends.hopper.scan.scores import compute_chunk_scores
 from gdn.backends.hopper.scan.structs import Config, Inputs, Outputs, Pipeline, Position, Scan, Slots
 from gdn.backends.triton.chunks import SEQUENCE
 
-# int32 fields of a published work item: tokens (below 0: no item is left), first token, value head
-LENGTH, TOKEN, HEAD = (gl.constexpr(i) for i in range(3))
-FIELDS = gl.constexpr(4)
-
-
-@struct
-class Work:
-    """Hold a work item in the producer's registers."""
-
-    number: Any  # in the order of the schedule; num_items or more: no item is left
-    head: Any
-    row: Any
-    token: Any  # the first one in its row
-    length: Any
-    chunk: Any  # the first one
-    source: Any  # index of the initial state; past the states: zero
-    goal: Any  # index of the final state; past the states: it is not stored
+# int32 fields of a published work item: tokens (below 0: no item is left), row, first token in it, value
+# head, first chunk, index of the initial state (past the states: zero) and of the final one (past: not stored)
+LENGTH, ROW, TOKEN, HEAD, CHUNK, SOURCE, GOAL = (gl.constexpr(i) for i in range(7))
+FIELDS = gl.constexpr(8)
+SLOTS = gl.constexpr(4)  # slots in shared memory for published work items
 
 
 @struct
 class WorkQueue:
-    """Hold published work items in shared memory, the mbarriers of their slots, the counter in HBM."""
+    """Hold published work items in shared memory, the mbarriers of their slots, the counter in HBM.
+
+    The producer, which has few registers, keeps the fields of its items there, too: of the item before, the
+    present one and the next one.
+    """
 
     items: Any
     full: Any  # 1 arrival, by the producer
@@ -76,33 +67,32 @@ class WorkQueue:
     next_ptr: Any  # the tile scheduler: items that were taken, beyond the first of each CTA
 
     @jit
-    def publish(self, work, turn, geometry):
-        """Write the turn-th work item of the CTA to shared memory."""
+    def publish(self, fields, turn):
+        """Write the fields of the CTA's turn-th work item to shared memory."""
         slot, phase = stage_and_phase(turn, self.full)
-        token = work.row * geometry.T + work.token
-        length = gl.where(work.number < geometry.num_items, work.length, -1)
-        field = gl.arange(0, FIELDS, ONE_WARP)
-        fields = gl.where(field == LENGTH, length, gl.where(field == TOKEN, token, work.head))
-        # all partitions have read what this slot of shared memory held two turns before
+        # all partitions have read what this slot of shared memory held SLOTS turns before
         mbarrier.wait(self.empty.index(slot), phase ^ 1)
-        self.items.index(slot).store(fields.to(gl.int32))
+        self.items.index(slot).store(fields)
         fence_async_shared()
         mbarrier.arrive(self.full.index(slot), count=1)
 
     @jit
-    def read(self, turn):
-        """Wait for the turn-th work item of the CTA; return its length, first token and value head."""
+    def field(self, turn, FIELD: gl.constexpr, layout: gl.constexpr):
+        """Return a field of the CTA's turn-th work item as a scalar, in every lane of a layout."""
+        # a maximum over one element: every lane gets it as a scalar register
+        return gl.max(self.items.index(turn % SLOTS).slice(FIELD, 1).load(layout), 0)
+
+    @jit
+    def wait_length(self, turn):
+        """Wait until the CTA's turn-th work item is published; return its length."""
         slot, phase = stage_and_phase(turn, self.full)
         mbarrier.wait(self.full.index(slot), phase)
-        item = self.items.index(slot)
-        # a maximum over one element: every lane gets it as a scalar register
-        length = gl.max(item.slice(LENGTH, 1).load(ONE_WARPGROUP), 0)
-        token = gl.max(item.slice(TOKEN, 1).load(ONE_WARPGROUP), 0)
-        head = gl.max(item.slice(HEAD, 1).load(ONE_WARPGROUP), 0)
-        fence_async_shared()
-        # the producer may overwrite the slot
-        mbarrier.arrive(self.empty.index(slot), count=1)
-        return length, token, head
+        return self.field(turn, LENGTH, ONE_WARPGROUP)
+
+    @jit
+    def release(self, turn):
+        """Release the item's slot to the producer; a fence must come before."""
+        mbarrier.arrive(self.empty.index(turn % SLOTS), count=1)
 
 
 @struct
@@ -156,26 +146,33 @@ class States:
         return following
 
     @jit
-    def store_final(self, goal, head, turn, config):
-        """Wait for the CTA's swap of this turn, then store the final state in shared memory to HBM by TMA."""
+    def wait_empty(self, turn):
+        """Wait until all consumers have done the CTA's swap of this turn."""
         _, phase = stage_and_phase(turn, self.empty)
         mbarrier.wait(self.empty.index(0), phase)
+
+    @jit
+    def store_final(self, turn, queue, config):
+        """Store the final state of the turn-th item to HBM by TMA; wait until shared memory is read."""
         if self.final is not None:
+            goal = queue.field(turn, GOAL, ONE_WARP)
+            head = queue.field(turn, HEAD, ONE_WARP)
             for n in gl.static_range(config.CONSUMERS):
                 tma_store(self.final, state_corner(goal, head, n, config), self.tiles.index(n))
-            # TMA has read shared memory
             tma_store_wait(0)
 
     @jit
-    def load_initial(self, work, config):
-        """Load the initial state of an item by TMA; without one, the consumers may swap at once."""
+    def load_initial(self, turn, queue, config):
+        """Load the initial state of the turn-th item by TMA; without one, the consumers may swap at once."""
         ready = self.full.index(0)
         if self.initial is None:
             mbarrier.arrive(ready, count=1)
         else:
+            source = queue.field(turn, SOURCE, ONE_WARP)
+            head = queue.field(turn, HEAD, ONE_WARP)
             mbarrier.expect(ready, config.CONSUMERS * self.initial.block_type.nbytes)
             for n in gl.static_range(config.CONSUMERS):
-                corner = state_corner(work.source, work.head, n, config)
+                corner = state_corner(source, head, n, config)
                 tma_load(self.initial, corner, ready, self.tiles.index(n))
 
 
@@ -200,7 +197,7 @@ def past_states(scan):
 
 @jit
 def locate_work(number, scan):
-    """Return the work item of a scheduled number, all of it looked up in L2.
+    """Return the fields of the work item of a scheduled number, all of them looked up in L2.
 
     Packed sequences are taken longest first by the sorted table.
     """
@@ -211,11 +208,12 @@ def locate_work(number, scan):
         row, token, length, chunk = geometry.locate(item)
     else:
         # a long sequence that came last would leave the other SMs idle: entry n is the n-th longest
-        fields = geometry.table_ptr + 2 * geometry.bound + SEQUENCE * n
-        row, token, length, chunk = n * 0, gl.load(fields + 2), gl.load(fields + 3), gl.load(fields + 4)
-        n = gl.load(fields + 1)
-    is_read = number < geometry.num_items
-    is_written = is_read
+        entry = geometry.table_ptr + 2 * geometry.bound + SEQUENCE * n
+        row, token, length, chunk = n * 0, gl.load(entry + 2), gl.load(entry + 3), gl.load(entry + 4)
+        n = gl.load(entry + 1)
+    is_item = number < geometry.num_items
+    is_read = is_item
+    is_written = is_item
     source = n
     goal = n
     if scan.slots is not None:
@@ -232,22 +230,24 @@ def locate_work(number, scan):
         if slots.has_initial_ptr is not None:
             is_read = is_read & (gl.load(slots.has_initial_ptr + n * slots.has_initial_n) != 0)
     past = past_states(scan)
-    return Work(
-        number=number, head=item % geometry.HV, row=row, token=token, length=length, chunk=chunk,
-        source=gl.where(is_read, source, past).to(gl.int32),
-        goal=gl.where(is_written, goal, past).to(gl.int32),
-    )  # fmt: skip
+    field = gl.arange(0, FIELDS, ONE_WARP)
+    fields = gl.where(field == LENGTH, gl.where(is_item, length, -1), gl.where(field == ROW, row, token))
+    fields = gl.where(field == HEAD, item % geometry.HV, gl.where(field == CHUNK, chunk, fields))
+    fields = gl.where(field == SOURCE, gl.where(is_read, source, past).to(gl.int32), fields)
+    fields = gl.where(field == GOAL, gl.where(is_written, goal, past).to(gl.int32), fields)
+    return fields.to(gl.int32)
 
 
 @jit
-def load_chunks(begin, end, first, work, scan):
+def load_chunks(begin, end, first, turn, scan, queue):
     """Load the CTA's chunks from begin to end into the pipeline stages; `first` is the item's first one."""
     geometry = scan.geometry
-    token = work.token + (begin - first) * C
-    tile = (work.chunk + (begin - first)) * geometry.HV + work.head
+    row = queue.field(turn, ROW, ONE_WARP)
+    head = queue.field(turn, HEAD, ONE_WARP)
+    token = queue.field(turn, TOKEN, ONE_WARP) + (begin - first) * C
+    tile = (queue.field(turn, CHUNK, ONE_WARP) + (begin - first)) * geometry.HV + head
     for i in range(begin, end):
-        corner = (work.row, token, work.head // geometry.ratio)
-        load_chunk(i, corner, (work.row, token, work.head, 0), tile, scan)
+        load_chunk(i, (row, token, head // geometry.ratio), (row, token, head, 0), tile, scan)
         token += C
         tile += geometry.HV
 
@@ -258,38 +258,36 @@ def run_producer(scan, queue, states):
 
     `turn` counts the CTA's work items, `num_chunks` its chunks over all of them.
     """
-    geometry = scan.geometry
+    config = scan.config
     STAGES: gl.constexpr = scan.pipeline.full.shape[0]
     num_chunks = 0
     turn = 0
-    work = locate_work(gl.program_id(0), scan)
-    queue.publish(work, turn, geometry)
+    queue.publish(locate_work(gl.program_id(0), scan), turn)
     # initial states are the caller's, and load while `solve` drains
-    states.load_initial(work, scan.config)
-    # no final state is in shared memory yet
-    goal = past_states(scan)
-    head = work.head
-    while work.number < geometry.num_items:
-        end = num_chunks + gl.cdiv(work.length, C)
+    states.load_initial(turn, queue, config)
+    length = queue.field(turn, LENGTH, ONE_WARP)
+    while length >= 0:
+        end = num_chunks + gl.cdiv(length, C)
         # Each step waits for something that consumers do, in their order: they finish the item before, which
         # empties these stages, and then swap states.
         middle = gl.minimum(num_chunks + STAGES, end)
-        load_chunks(num_chunks, middle, num_chunks, work, scan)
+        load_chunks(num_chunks, middle, num_chunks, turn, scan, queue)
         # Wait even if no chunk was loaded: `solve` zeroes the counter in HBM, and the next kernel relies
         # on this kernel to complete only after everything before it has completed.
         gdc_wait()
         # item b was CTA b's first; the tile scheduler is this counter in L2
         number = gl.num_programs(0) + gl.atomic_add(queue.next_ptr, 1, sem="relaxed")
-        following = locate_work(number, scan)
-        queue.publish(following, turn + 1, geometry)
-        states.store_final(goal, head, turn, scan.config)
-        states.load_initial(following, scan.config)
-        load_chunks(middle, end, num_chunks, work, scan)
+        queue.publish(locate_work(number, scan), turn + 1)
+        states.wait_empty(turn)
+        if turn > 0:
+            states.store_final(turn - 1, queue, config)
+        states.load_initial(turn + 1, queue, config)
+        load_chunks(middle, end, num_chunks, turn, scan, queue)
         num_chunks = end
         turn += 1
-        goal, head = work.goal, work.head
-        work = following
-    states.store_final(goal, head, turn, scan.config)
+        length = queue.field(turn, LENGTH, ONE_WARP)
+    states.wait_empty(turn)
+    states.store_final(turn - 1, queue, config)
 
 
 @jit
@@ -299,14 +297,18 @@ def run_consumer(WG: gl.constexpr, scan, queue, states):
     S = gl.zeros((STRIP, scan.config.D), gl.float32, layout)
     i = 0
     turn = 0
-    length, token, head = queue.read(turn)
+    length = queue.wait_length(turn)
     while length >= 0:
+        row = queue.field(turn, ROW, ONE_WARPGROUP)
+        token = row * scan.geometry.T + queue.field(turn, TOKEN, ONE_WARPGROUP)
+        head = queue.field(turn, HEAD, ONE_WARPGROUP)
         S = states.swap(S, turn, WG, scan.config)
+        queue.release(turn)
         # chunk numbers count over all work items of the CTA: first token that chunk 0 would have
         position = Position(token=token - i * C, tile=0, head=head, first_v=WG * STRIP)
         S, i = scan_chunks(S, i, i + gl.cdiv(length, C), i * C + length, position, WG, scan)
         turn += 1
-        length, token, head = queue.read(turn)
+        length = queue.wait_length(turn)
     states.wait_full(turn)
     states.put_final(S, WG, scan.config)
     # shared memory must outlive the last TMA store that reads it
@@ -318,14 +320,16 @@ def compute_scores(scan, queue):
     """Run the score warpgroup: compute P of all chunks of all work items, for every consumer warpgroup."""
     num_chunks = 0
     turn = 0
-    length, _, _ = queue.read(turn)
+    length = queue.wait_length(turn)
     while length >= 0:
+        fence_async_shared()
+        queue.release(turn)
         end = num_chunks + gl.cdiv(length, C)
         for i in range(num_chunks, end):
             compute_chunk_scores(i, length - (i - num_chunks) * C, scan)
         num_chunks = end
         turn += 1
-        length, _, _ = queue.read(turn)
+        length = queue.wait_length(turn)
 
 
 @kernel
@@ -339,7 +343,7 @@ def short_scan_kernel(
     # One CTA: work item after work item, all value rows of S^T through all chunks, and their outputs o.
     # Grid: min(work items, SMs), persistent, 1 CTA an SM.
     # Warps: 4 for each 64 value rows, 4 for scores, 1 producer.
-    # Shared memory: STAGES stages of q, k, v, A_inv, factors and P; o of each consumer; one state; 2 items.
+    # Shared memory: STAGES stages of q, k, v, A_inv, factors and P; o of each consumer; one state; 4 items.
     # The producer fills a stage and the state by TMA, and stores final states by TMA. The score warpgroup
     # reads q, k and factors, and writes P. A consumer reads all of the stage, stores o by TMA, and swaps
     # states. With index_ptr states are slots of a pool, which the descriptors cover.
