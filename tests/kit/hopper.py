@@ -99,10 +99,11 @@ class Simulated(Launch):
 
 
 def simulate_launches(monkeypatch):
-    """Let the forward of the Hopper backend run on the CPU, with two consumers a CTA."""
+    """Let the forward of the Hopper backend run on the CPU, with two consumers a CTA, not in short items."""
     for module in (rule, scans, segments):
         monkeypatch.setattr(module, "Launch", Simulated)
     set_consumers(monkeypatch, 2)
+    set_short(monkeypatch, False)
 
 
 class Encoded:

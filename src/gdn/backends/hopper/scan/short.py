@@ -47,7 +47,8 @@ from gdn.backends.hopper.scan.structs import Config, Inputs, Outputs, Pipeline, 
 from gdn.backends.triton.chunks import SEQUENCE
 
 # int32 fields of a published work item: tokens (below 0: no item is left), row, first token in it, value
-# head, first chunk, index of the initial state (past the states: zero) and of the final one (past: not stored)
+# head, first chunk, index of the initial state (past the states: zero) and of the final one (past the states:
+# it is not stored)
 LENGTH, ROW, TOKEN, HEAD, CHUNK, SOURCE, GOAL = (gl.constexpr(i) for i in range(7))
 FIELDS = gl.constexpr(8)
 SLOTS = gl.constexpr(4)  # slots in shared memory for published work items
