@@ -129,9 +129,9 @@ class Forward:
             None if S_in is None else make_descriptor(S_in.view(-1, p.V), (p.K, STRIP), state_layout(S_in)),
         )
         if self.is_short:
-            states = (describe_states(x, p.state_v_first) for x in (p.initial_state, final))
-            ends = (p.cu_seqlens, table)
-            yield self.scan, (q_d, *tiles, out[0], *states, *ends, o, factors, *pool, next_item)
+            moved = (describe_states(x, p.state_v_first) for x in (p.initial_state, final))
+            inner = (p.cu_seqlens, table, o, factors, *pool, next_item)
+            yield self.scan, (q_d, *tiles, out[0], *moved, *inner)
         elif self.segments is None:
             ends = (p.initial_state, final, p.cu_seqlens, table)
             yield self.scan, (q_d, *tiles, *out, *ends, o, factors, *pool, next_item)
