@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import HAS_TRITON, INTERPRETED
+from conftest import GPU, HAS_TRITON, INTERPRETED
 from kit.serving import same_bits
 
 from gdn.problem import parse
@@ -21,6 +21,7 @@ from kit.hopper import (
     Simulated,
     check_nan_stays,
     forward,
+    on_hopper,
     set_fast_path,
     set_segments,
     set_short,
@@ -213,3 +214,42 @@ def test_segments_keep_their_scan(monkeypatch):
     set_segments(monkeypatch, 1)
     monkeypatch.setattr(scans, "short_scan_kernel", None)
     forward(inputs(SHORT_CASES["rows"], torch.bfloat16))
+
+
+def run_on_a_gpu(monkeypatch, call):
+    """Demand the same bits of a call by both kernels, many times; the rule itself must choose."""
+    chosen, choose = [], rule.moves_states
+    monkeypatch.setattr(rule, "moves_states", lambda *given: chosen.append(choose(*given)) or chosen[-1])
+    with monkeypatch.context() as patch:
+        patch.setattr(scans, "STATES_BY_TMA", False)
+        expected = call()
+        assert not any(chosen)
+    chosen.clear()
+    for _ in range(20):
+        assert all(same_bits(x, y) for x, y in zip(call(), expected, strict=True))
+    assert all(chosen)
+
+
+@pytest.mark.gpu
+@on_hopper
+@pytest.mark.parametrize("D, is_v_first, state", [
+    (128, True, "wide"), (128, False, "wide"), (128, True, "none"), (64, True, "wide"),
+])  # fmt: skip
+def test_on_a_gpu(monkeypatch, D, is_v_first, state):
+    """Scan 80 sequences of 0 to 300 tokens, of which some are well-conditioned."""
+    lengths = torch.randint(0, 301, (80,), generator=torch.Generator().manual_seed(0)).tolist()
+    case = replace(BASE, sizes=(D, D), heads=(8, 16), state_v_first=is_v_first, state=state, gate="slow")
+    given = inputs(replace(case, lengths=packed(*lengths, tail=29)), torch.bfloat16, device=GPU)
+    run_on_a_gpu(monkeypatch, lambda: forward(given)[:2])
+    given = inputs(replace(case, lengths=rows(128)._replace(B=64)), torch.bfloat16, device=GPU)
+    run_on_a_gpu(monkeypatch, lambda: forward(given)[:2])
+
+
+@pytest.mark.gpu
+@on_hopper
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("D", [64, 128])
+def test_a_pool_on_a_gpu(monkeypatch, D, name):
+    """Scan prompts of 64 heads on a pool in place."""
+    x = make_call(name, D, HV=64, lengths=(500, 0, 64, 1, 129), device=GPU)
+    run_on_a_gpu(monkeypatch, lambda: run_call("hopper", x))

@@ -75,7 +75,13 @@ def align(p: Problem) -> Problem:
 
 
 def align_placeholders(p: Problem) -> Problem:
-    """Return the problem, with q, k and v of a single token if `align` would copy one: enough to compile."""
+    """Return the problem, with q, k and v of a single token if `align` would copy one: enough to compile.
+
+    Initial states that `to_kernel_layout` would copy become a single one.
+    """
+    state = p.initial_state
+    if state is not None and not state.is_contiguous():
+        p = replace(p, layout_key=None, initial_state=state.new_empty((1, *state.shape[1:])))
     tensors = (p.q, p.k, p.v)
     if all(map(is_aligned, tensors)):
         return p

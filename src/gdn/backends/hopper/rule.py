@@ -308,7 +308,7 @@ def _launches(problem: Problem, kept: torch.dtype | None, pool: StatePool | None
         plan = _plan(p, a, variant, kept, pool)
         new = with_pool(allocate_placeholders(p.device, plan.specs), pool)
         # TMA descriptors need real strides: one tile of each tensor that has a descriptor
-        for i in (0, 1, 3, 7):
+        for i in (0, 1, 2, 3, 7):
             x = plan.specs[i]
             if x is not None:
                 new[i] = allocate(p.device, [tensor_spec((1, 1, *x[0][2:]), x[2])])[0]
