@@ -722,12 +722,12 @@ OTHERS = {
     ),
     "hopper of short sequences without initial states": (
         hopper_of_short_sequences,
-        (Case(sizes=(128, 128), heads=(2, 4), lengths=LADDER, state_v_first=True),),
+        (Case(sizes=(128, 128), heads=(2, 4), state_v_first=True),),
         TUNED,
     ),
     "hopper 64 of short sequences": (
         hopper_of_short_sequences,
-        (Case(sizes=(64, 64), heads=(2, 4), lengths=LADDER, **ALL),),
+        (Case(sizes=(64, 64), heads=(2, 4), state="wide", state_v_first=True),),
         TUNED,
     ),
     "hopper of short sequences on a pool": (
