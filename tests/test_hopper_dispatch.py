@@ -21,7 +21,7 @@ from kit.compiling import TARGETS, jobs_of, recording
 from kit.hopper import BASE, CASES, checkpoint_options, make_prefill
 
 from gdn.backends import hopper
-from gdn.backends.hopper import cost, descriptors, rule, segments
+from gdn.backends.hopper import cost, descriptors, rule, scans, segments
 from gdn.backends.hopper.backward import cost as backward_cost
 from gdn.backends.hopper.backward import plan
 from gdn.backends.triton.rule import run as chunked
@@ -150,7 +150,7 @@ def test_compiling_ahead_takes_any_strides(monkeypatch, of_heads, kept):
     widths = {launch.constants["BV"] for launch in found if launch.kernel is segments.propagate_states_kernel}
     assert widths == set(segments.PROPAGATE[problem.K][0])
     consumers = [
-        launch.constants["CONSUMERS"] for launch in found if launch.kernel is rule.persistent_scan_kernel
+        launch.constants["CONSUMERS"] for launch in found if launch.kernel is scans.persistent_scan_kernel
     ]
     assert sorted(consumers) == ([1, 1, 2, 2] if problem.K == 128 else [1] * 4)
 
@@ -267,7 +267,8 @@ def test_compiling_ahead_copies_no_tensor_and_needs_no_token(monkeypatch):
         for tensors in (given.tensors, spread, odd):
             problem = parse(**tensors, **given.options)
             found = {launch.kernel.__name__ for launch, _ in hopper._forward_launches(problem, None)}
-            assert {"persistent_scan_kernel", "segment_transfer_kernel", "solve_kernel"} <= found
+            own = {"persistent_scan_kernel", "segment_transfer_kernel", "solve_kernel"}
+            assert own | {"short_scan_kernel"} <= found
             saved = chunked.chunk_forward(problem, True)[2]
             for do in (given.do, given.do[:, :1].expand_as(given.do)):
                 launches = hopper._backward_launches(problem, saved, do, given.dfinal_state)

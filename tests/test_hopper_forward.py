@@ -25,11 +25,12 @@ from kit.hopper import (
     set_consumers,
     set_fast_path,
     set_segments,
+    set_short,
     simulated,
     watch_flags,
 )
 
-from gdn.backends.hopper import cost, rule
+from gdn.backends.hopper import cost, rule, scans
 from gdn.backends.triton.chunks import Table
 from gdn.backends.triton.launch import PlanCache, machine
 from gdn.backends.triton.rule import run as chunked
@@ -103,8 +104,10 @@ def test_ctas_take_tile_after_tile(monkeypatch, name, consumers):
 @pytest.mark.interpret
 @simulated
 @pytest.mark.usefixtures("simulated_launches")
-def test_no_work_item_is_taken_before_the_counter_is_zeroed(monkeypatch):
+@pytest.mark.parametrize("is_short", [False, True])
+def test_no_work_item_is_taken_before_the_counter_is_zeroed(monkeypatch, is_short):
     """Start the scan before `solve` has completed: it must wait even if no sequence has a token."""
+    set_short(monkeypatch, is_short)
     case = replace(BASE, heads=(1, 1), lengths=packed(0, 0, 0, tail=70))
     given = inputs(case, torch.bfloat16)
     expected = forward(given)[:2]
@@ -113,7 +116,7 @@ def test_no_work_item_is_taken_before_the_counter_is_zeroed(monkeypatch):
     call = Simulated.__call__
 
     def early(launch, *tensors):
-        if launch.kernel is rule.persistent_scan_kernel:
+        if launch.kernel in (scans.persistent_scan_kernel, scans.short_scan_kernel):
             count = tensors[-1].fill_(1000)
             monkeypatch.setitem(gluon_simulator.STANDINS, "gdc_wait", lambda: count.remainder_(1000))
         call(launch, *tensors)
@@ -157,22 +160,23 @@ def test_the_longest_sequences_come_first(monkeypatch, num_sms, unit):
 @pytest.mark.interpret
 @simulated
 @pytest.mark.usefixtures("simulated_launches")
-@pytest.mark.parametrize("consumers", [1, 2])
-def test_the_scan_takes_the_longest_first(monkeypatch, consumers):
+@pytest.mark.parametrize("consumers, is_short", [(1, False), (2, False), (2, True)])
+def test_the_scan_takes_the_longest_first(monkeypatch, consumers, is_short):
     """Scan all heads of a sequence, then the next: sorted by chunks, stably."""
     set_consumers(monkeypatch, consumers)
+    set_short(monkeypatch, is_short)
     monkeypatch.setattr(cost, "num_sms", lambda device: 1)
     monkeypatch.setattr(rule, "_forwards", PlanCache())
     load, call, found = gluon_simulator.STANDINS["tma_load"], Simulated.__call__, []
 
     def recorded(descriptor, corner, *rest):
-        if len(corner) == 4:
+        if len(corner) == 4 and descriptor.dtype == torch.bfloat16:
             found.append((int(corner[1]), int(corner[2])))
         load(descriptor, corner, *rest)
 
     def watched(launch, *tensors):
         with monkeypatch.context() as patched:
-            if launch.kernel is rule.persistent_scan_kernel:
+            if launch.kernel in (scans.persistent_scan_kernel, scans.short_scan_kernel):
                 patched.setitem(gluon_simulator.STANDINS, "tma_load", recorded)
             call(launch, *tensors)
 

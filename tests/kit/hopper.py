@@ -8,7 +8,7 @@ import torch
 from conftest import INTERPRETED
 from triton.experimental.gluon._runtime import GluonJITFunction
 
-from gdn.backends.hopper import cost, rule, segments
+from gdn.backends.hopper import cost, rule, scans, segments
 from gdn.backends.hopper.cost import Cuts
 from gdn.backends.hopper.factors import WELL_CONDITIONED
 from gdn.backends.triton.launch import Launch, LaunchSequence, PlanCache, ready
@@ -99,10 +99,11 @@ class Simulated(Launch):
 
 
 def simulate_launches(monkeypatch):
-    """Let the forward of the Hopper backend run on the CPU, with two consumers a CTA."""
-    for module in (rule, segments):
+    """Let the forward of the Hopper backend run on the CPU, with two consumers a CTA, not in short items."""
+    for module in (rule, scans, segments):
         monkeypatch.setattr(module, "Launch", Simulated)
     set_consumers(monkeypatch, 2)
+    set_short(monkeypatch, False)
 
 
 class Encoded:
@@ -173,6 +174,11 @@ def set_segments(monkeypatch, chunks):
 def set_consumers(monkeypatch, consumers):
     """Set the consumers of a CTA of the scan, whatever the cost model says; with 64 keys it has one."""
     monkeypatch.setattr(cost, "consumers_of", lambda problem, cuts: consumers)
+
+
+def set_short(monkeypatch, is_on=True):
+    """Scan short sequences by the kernel for many of them, or not, whatever the cost model says."""
+    monkeypatch.setattr(cost, "has_short_items", lambda problem: is_on)
 
 
 def forward(given):

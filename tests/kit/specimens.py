@@ -495,11 +495,25 @@ def hopper_forward(
     return call
 
 
-def hopper_on_a_pool(case: Case) -> Callable[[], Any]:
+def hopper_of_short_sequences(case: Case) -> Callable[[], Any]:
+    """Return the Hopper forward of many short sequences, on the fast path at K = V = 128."""
+    given = inputs(case, BF16, device=torch.get_default_device())
+    problem = parse(**given.tensors, **given.options, backend="hopper")
+
+    def call() -> None:
+        from gdn.backends.hopper import cost, rule
+
+        with patch.object(cost, "has_short_items", lambda problem: True):
+            rule.forward(rule.to_kernel_layout(problem), None)
+
+    return call
+
+
+def hopper_on_a_pool(case: Case, dtype: Any = FP32, is_short: bool = False) -> Callable[[], Any]:
     """Return the Hopper forward on the fast path that reads and updates slots of a pool."""
     given = inputs(case, BF16, device=torch.get_default_device())
     problem = parse(**given.tensors, **given.options, backend="hopper")
-    pool = pool_of(6, HV=problem.HV, K=problem.K, V=problem.V)
+    pool = pool_of(6, HV=problem.HV, K=problem.K, V=problem.V, dtype=dtype, v_first=problem.state_v_first)
     slot, mask = slots(problem.N), slots(problem.N).bool()
 
     def call() -> None:
@@ -507,7 +521,10 @@ def hopper_on_a_pool(case: Case) -> Callable[[], Any]:
         from gdn.backends.triton.rule.pool import StatePool
 
         out = torch.empty_like(problem.v, memory_format=torch.contiguous_format)
-        with patch.object(cost, "consumers_of", lambda problem, cuts: 2):
+        with (
+            patch.object(cost, "consumers_of", lambda problem, cuts: 2),
+            patch.object(cost, "has_short_items", lambda problem: is_short),
+        ):
             on_pool = replace(problem, initial_state=pool, output_final_state=False)
             rule.forward(
                 rule.to_kernel_layout(on_pool), None, StatePool(pool, slot, None, mask, True, 1, out)
@@ -742,6 +759,40 @@ OTHERS = {
     "hopper on a pool": (
         hopper_on_a_pool,
         (Case(sizes=(128, 128), heads=(2, 4), lengths=LADDER, **ALL),),
+        TUNED,
+    ),
+    "hopper of short sequences": (
+        hopper_of_short_sequences,
+        (Case(sizes=(128, 128), heads=(2, 4), state="wide"),),
+        TUNED,
+    ),
+    "hopper of short sequences all packed": (
+        hopper_of_short_sequences,
+        (Case(sizes=(128, 128), heads=(2, 4), lengths=LADDER, **ALL),),
+        TUNED,
+    ),
+    "hopper of short sequences without initial states": (
+        hopper_of_short_sequences,
+        (Case(sizes=(128, 128), heads=(2, 4), state_v_first=True),),
+        TUNED,
+    ),
+    "hopper 64 of short sequences": (
+        hopper_of_short_sequences,
+        (Case(sizes=(64, 64), heads=(2, 4), state="wide", state_v_first=True),),
+        TUNED,
+    ),
+    "hopper of short sequences on a pool": (
+        hopper_on_a_pool,
+        (Case(sizes=(128, 128), heads=(2, 4), lengths=LADDER, **ALL), FP32, True),
+        TUNED,
+    ),
+    "hopper of short sequences on a pool in bf16, keys first": (
+        hopper_on_a_pool,
+        (
+            Case(sizes=(128, 128), heads=(2, 4), lengths=LADDER, **(ALL | {"state_v_first": False})),
+            BF16,
+            True,
+        ),
         TUNED,
     ),
     "hopper between ranks": (

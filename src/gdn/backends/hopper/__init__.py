@@ -11,6 +11,7 @@ This file imports no Triton, so that a CPU user does not need it. Files in readi
     gates        G and beta of many heads at once, in Triton
     solve/       A_inv and the factors of each chunk: one warp a CTA, persistent, in Gluon
     scan/        the state scan: outputs and final states, persistent and warp-specialised, in Gluon
+    scans        choose between its two kernels, and plan their launch
     backward/    the reverse state scan and the gradient kernel in Gluon, and the launches of a backward
     segments     cut long sequences: plan the segments, in Triton
     propagate    pass states from one segment to the next, in Triton

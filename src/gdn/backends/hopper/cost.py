@@ -40,6 +40,7 @@ FADING, ALIVE = 34, 0.25
 # batch invariance: one sequence is cut from so many chunks on, by the least number of such sequences that
 # fill the SMs of an H200; LONG_FROM chunks or more have a cut of their own
 H200_SMS, OWN_CUT_FROM, LONG_FROM = 132, ((8, 96), (2, 257)), 384
+SHORT_CHUNKS = 8  # a sequence, on average: see `has_short_items`
 GAIN = 0.9  # at most, of the time without segments, or of `triton`: more launches take the host longer
 # `triton`, us: launches; a chunk and head in prepare, and as much in output; a chunk in the state pass by the
 # number of value strips, and in the fused scan
@@ -176,6 +177,16 @@ def consumers_of(p: Problem, cuts: Cuts | OwnCuts | None) -> int:
     if isinstance(cuts, OwnCuts):
         return max(_consumers(HV, (x,), cuts.cut_of(x[2]), num_sms) for x in distributions)
     return max(_consumers(HV, distributions, cut, num_sms) for cut in cuts or (None,))
+
+
+def has_short_items(p: Problem) -> bool:
+    """Return True if CTAs of the scan have several work items each, of few chunks: `scans.moves_states`.
+
+    An item's states then take as long as its chunks, and can move while other items are scanned. The price is
+    a pipeline stage, 3 to 5 % of a chunk's time: SHORT_CHUNKS chunks lose less than 1 us an item, of which
+    states take 3 us or more. The host knows the mean length alone.
+    """
+    return p.num_chunks <= SHORT_CHUNKS * p.N and 2 * num_sms(p.device) <= p.N * p.HV
 
 
 def is_faster(p: Problem) -> bool:

@@ -16,6 +16,7 @@ from gdn.problem import CHUNK, Problem
 A_INV_HALF = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3)
 FP32_STATE = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2)
 TOKENS = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
+FP32_SLOTS = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=4)
 FACTOR_ROWS = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
 
 
@@ -37,6 +38,11 @@ def halves_of(A_inv: Tensor) -> tuple[Tensor, Tensor]:
 def state_layout(x: Tensor) -> gl.NVMMASharedLayout:
     """Return the shared-memory layout of a block of states, bf16 or fp32."""
     return BF16_TILE.value if x.element_size() == 2 else FP32_STATE
+
+
+def states_layout(x: Tensor) -> gl.NVMMASharedLayout:
+    """Return the shared-memory layout of a block of states [N, HV, D, D], bf16 or fp32."""
+    return TOKENS if x.element_size() == 2 else FP32_SLOTS
 
 
 def make_descriptor(x: Tensor, block: tuple[int, ...], layout: gl.NVMMASharedLayout) -> TensorDescriptor:
@@ -69,7 +75,13 @@ def align(p: Problem) -> Problem:
 
 
 def align_placeholders(p: Problem) -> Problem:
-    """Return the problem, with q, k and v of a single token if `align` would copy one: enough to compile."""
+    """Return the problem, with q, k and v of a single token if `align` would copy one: enough to compile.
+
+    Initial states that `to_kernel_layout` would copy become a single one.
+    """
+    state = p.initial_state
+    if state is not None and not state.is_contiguous():
+        p = replace(p, layout_key=None, initial_state=state.new_empty((1, *state.shape[1:])))
     tensors = (p.q, p.k, p.v)
     if all(map(is_aligned, tensors)):
         return p

@@ -31,8 +31,8 @@ from gdn.backends.hopper.descriptors import (
 )
 from gdn.backends.hopper.factors import BOX_ROWS, MIN_G, NUM_ROWS, WITH_A_INV
 from gdn.backends.hopper.gates import gates_kernel
-from gdn.backends.hopper.scan.kernel import persistent_scan_kernel
 from gdn.backends.hopper.scan.operands import BF16_TILE
+from gdn.backends.hopper.scans import STRIP, can_move_states, describe_states, moves_states, plan_scan
 from gdn.backends.hopper.segments import PROPAGATE, Segments, plan_launches, propagation_width
 from gdn.backends.hopper.solve.kernel import solve_kernel
 from gdn.backends.select import other_launches
@@ -57,8 +57,6 @@ from gdn.backends.triton.rule.zero_unused import zero_unused_tiles
 from gdn.problem import CHUNK, Problem
 
 FAST_PATH = True  # well-conditioned chunks take the fast path: see `scan.chunk`
-STRIP = 64  # value rows of S^T of a consumer warpgroup
-REGISTERS = {2: 128, 1: 120}  # maxnreg of the scan by consumers a CTA; warp_specialize distributes them
 # CTAs (of one warp) of `solve` that fit an SM, with 168 registers a thread and 18 or 26 KB each, by K = V
 CTAS_PER_SM = {128: 12, 64: 8}
 GATE_HEADS = 8  # of a CTA of `gates`
@@ -75,6 +73,7 @@ class Forward:
     solve: Launch
     segments: Segments | None
     scan: Launch
+    is_short: bool  # `short_scan_kernel`
     problem: Problem  # without tensors
 
     @cached_property
@@ -129,7 +128,11 @@ class Forward:
             make_descriptor(o.view(-1, p.HV * p.V), (CHUNK, STRIP), BF16_TILE.value),
             None if S_in is None else make_descriptor(S_in.view(-1, p.V), (p.K, STRIP), state_layout(S_in)),
         )
-        if self.segments is None:
+        if self.is_short:
+            moved = (describe_states(x, p.state_v_first) for x in (p.initial_state, final))
+            inner = (p.cu_seqlens, table, o, factors, *pool, next_item)
+            yield self.scan, (q_d, *tiles, out[0], *moved, *inner)
+        elif self.segments is None:
             ends = (p.initial_state, final, p.cu_seqlens, table)
             yield self.scan, (q_d, *tiles, *out, *ends, o, factors, *pool, next_item)
         else:
@@ -206,7 +209,9 @@ def plan_of(p: Problem, kept: torch.dtype | None, pool: StatePool | None = None)
     """Return the plan of a forward, from the cache or built; `kept` and `pool` as in `forward`."""
     cuts = None if pool is not None else cost.cuts_of(p)
     consumers = cost.consumers_of(p, cuts)
-    key = (rules.problem_key(p), cuts, consumers, kept, FAST_PATH, None if pool is None else pool.key)
+    is_short = moves_states(p, cuts, kept, pool)
+    slots = None if pool is None else pool.key
+    key = (rules.problem_key(p), cuts, consumers, is_short, kept, FAST_PATH, slots)
     return _forwards.get(key, lambda: plan_first(p, cuts, consumers, kept, pool))
 
 
@@ -252,6 +257,7 @@ class Variant(NamedTuple):
     consumers: int  # consumer warpgroups of a CTA of the scan, at most one for each 64 values
     width: int  # value columns of a CTA of `propagate_states`
     is_single_tile: bool  # no CTA of `solve` has more than one tile
+    is_short: bool = False  # `short_scan_kernel` scans
 
 
 def plan_first(
@@ -271,7 +277,9 @@ def plan_first(
     kind = ("hopper", kept, rules.kind_key(p, a), None if pool is None else pool.kind, is_shared)
     compile_ahead(p.device, kind, steps)
     is_single_tile = a.entries * p.HV <= _num_solve_ctas(p)
-    return _plan(p, a, Variant(cuts, consumers, propagation_width(p), is_single_tile), kept, pool)
+    is_short = moves_states(p, cuts, kept, pool)
+    variant = Variant(cuts, consumers, propagation_width(p), is_single_tile, is_short)
+    return _plan(p, a, variant, kept, pool)
 
 
 def launches(problem: Problem, kept: torch.dtype | None, pool: StatePool | None = None) -> Iterator[Step]:
@@ -290,12 +298,17 @@ def _launches(problem: Problem, kept: torch.dtype | None, pool: StatePool | None
     widths, _ = PROPAGATE[p.K]
     some = cost.own_cuts(p.HV) if p.batch_invariant else cost.equal_cuts(1)
     all_cuts = (None,) if pool is not None else dict.fromkeys((None, some))
-    for cuts, is_single_tile in itertools.product(all_cuts, (True, False)):
-        consumers, width = (1, widths[0]) if is_single_tile else (2, widths[-1])
-        plan = _plan(p, a, Variant(cuts, consumers, width, is_single_tile), kept, pool)
+    variants = [
+        Variant(cuts, *((1, widths[0]) if is_single_tile else (2, widths[-1])), is_single_tile)
+        for cuts, is_single_tile in itertools.product(all_cuts, (True, False))
+    ]
+    if can_move_states(p, kept, pool):
+        variants.append(variants[0]._replace(is_short=True))
+    for variant in variants:
+        plan = _plan(p, a, variant, kept, pool)
         new = with_pool(allocate_placeholders(p.device, plan.specs), pool)
         # TMA descriptors need real strides: one tile of each tensor that has a descriptor
-        for i in (0, 1, 3, 7):
+        for i in (0, 1, 2, 3, 7):
             x = plan.specs[i]
             if x is not None:
                 new[i] = allocate(p.device, [tensor_spec((1, 1, *x[0][2:]), x[2])])[0]
@@ -330,19 +343,7 @@ def _plan(
         segments = plan_launches(p, variant.cuts, scalars, variant.width, fast_path is True, has_decays)
     num_items = p.N * p.HV if segments is None else segments.num_items
     consumers = min(variant.consumers, p.V // STRIP)
-    # with one consumer a CTA and V = 128, two CTAs share a work item
-    num_items *= p.V // STRIP // consumers
-    scan = Launch(
-        persistent_scan_kernel,
-        # persistent: 1 CTA an SM, as a CTA takes nearly all of an SM's shared memory
-        min(num_items, cost.num_sms(p.device)),
-        (*scalars, num_items, *(NO_POOL[1] if pool is None else pool.scalars)),
-        {"V_FIRST": p.state_v_first, "FAST_PATH": fast_path, "CONSUMERS": consumers, "D": p.K},
-        4,
-        options={"maxnreg": REGISTERS[consumers], **PDL},
-        num_descriptors=8,
-        seconds=2.0 * consumers,
-    )
+    scan = plan_scan(p, consumers, variant.is_short, num_items, fast_path, scalars, pool)
     specs = (
         tensor_spec((*tiles, *parts, *tile), p.q.dtype),
         tensor_spec((a.entries, p.HV, NUM_ROWS.value, CHUNK), torch.float32),
@@ -353,7 +354,7 @@ def _plan(
         *(None if kept is None or x is None else tensor_spec(*x) for x in (G, S_in, q_rstd, k_rstd)),
         *(() if segments is None else segments.specs),
     )
-    return Forward(specs, a.launch, gates, solve, segments, scan, p.without_tensors())
+    return Forward(specs, a.launch, gates, solve, segments, scan, variant.is_short, p.without_tensors())
 
 
 def _plan_tiles(

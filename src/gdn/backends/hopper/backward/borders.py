@@ -27,7 +27,7 @@ from gdn.backends.hopper.backward.saved import inverse_dtype
 from gdn.backends.hopper.backward.segments import plan_transfer
 from gdn.backends.hopper.borders import rank_cuts
 from gdn.backends.hopper.descriptors import align
-from gdn.backends.hopper.rule import STRIP
+from gdn.backends.hopper.scans import STRIP
 from gdn.backends.triton.launch import (
     Launch,
     LaunchSequence,

@@ -54,8 +54,8 @@ from gdn.backends.hopper.descriptors import (
 )
 from gdn.backends.hopper.factors import MIN_G
 from gdn.backends.hopper.propagate import propagate_states_kernel
-from gdn.backends.hopper.rule import REGISTERS, STRIP
 from gdn.backends.hopper.scan.operands import BF16_TILE
+from gdn.backends.hopper.scans import REGISTERS, STRIP
 from gdn.backends.hopper.segments import PROPAGATE
 from gdn.backends.select import other_backward_launches
 from gdn.backends.triton import sums

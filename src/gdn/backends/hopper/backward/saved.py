@@ -14,7 +14,7 @@ from torch import Tensor
 from gdn import settings
 from gdn.backends.backend import Saved
 from gdn.backends.hopper.descriptors import make_descriptor, state_layout
-from gdn.backends.hopper.rule import STRIP
+from gdn.backends.hopper.scans import STRIP
 from gdn.backends.triton.launch.launches import ALIGNMENT
 from gdn.backends.triton.rule.describe import operand_dtype
 from gdn.problem import CHUNK, Problem

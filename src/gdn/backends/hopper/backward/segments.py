@@ -27,7 +27,6 @@ from gdn.backends.hopper.backward.factors import DECAY, ROWS
 from gdn.backends.hopper.backward.scan import reverse_transfer_kernel
 from gdn.backends.hopper.factors import LOG2_E
 from gdn.backends.hopper.propagate import propagate_states_kernel
-from gdn.backends.hopper.rule import REGISTERS, STRIP
 from gdn.backends.hopper.scan.scheduler import (
     FIRST_CHUNK,
     FIRST_TOKEN,
@@ -37,6 +36,7 @@ from gdn.backends.hopper.scan.scheduler import (
     START_FROM,
     STORE_TO,
 )
+from gdn.backends.hopper.scans import REGISTERS, STRIP
 from gdn.backends.hopper.segments import (
     LOG_ZERO,
     PROPAGATE,

@@ -8,4 +8,6 @@ scores      the score warpgroup: computes P
 consumer    a consumer warpgroup: loops over work items and chunks with S^T in registers
 chunk       one chunk in a consumer warpgroup: the general path and the fast path
 operands    register layouts, and the MMAs of a chunk
+short       another kernel of the same chunks, for many short sequences: their states move by TMA
+swap        how its producer hands work items and states to the other partitions
 """

@@ -135,9 +135,10 @@ def advance(S, i, left, position, WG: gl.constexpr, scan):
         o_tile = tiles.o.index(WG).slice(0, C)
         o_tile.permute((1, 0)).store(o.to(gl.bfloat16))
         if left < C:
-            # TMA would write past the sequence. Opaque: else the index vectors hold registers in every chunk
+            # TMA would write past the sequence. Opaque: else the index vector holds registers in every chunk
             tokens = opaque(tokens)
-            columns = opaque(gl.arange(0, STRIP, gl.SliceLayout(0, TOKEN_ROWS)))
+            # not opaque: the compiler must see that a lane's 8 columns are adjacent to store 16 bytes at once
+            columns = gl.arange(0, STRIP, gl.SliceLayout(0, TOKEN_ROWS))
             rows = (position.token + tokens[:, None]).to(gl.int64) * (scan.geometry.HV * D)
             place = rows + (column + columns[None, :])
             gl.store(outputs.o_ptr + place, o_tile.load(TOKEN_ROWS), mask=(tokens < left)[:, None])

@@ -1,0 +1,160 @@
+"""Hand work items and states from the producer to the other partitions of the scan of short sequences.
+
+Both go through shared memory: four published work items, and one state, which a swap replaces by another.
+"""
+
+from typing import Any
+
+from triton.experimental.gluon import language as gl
+
+from gdn.backends.hopper.factors import C
+from gdn.backends.hopper.gluon import (
+    fence_async_shared,
+    jit,
+    mbarrier,
+    struct,
+    tma_load,
+    tma_store,
+    tma_store_wait,
+)
+from gdn.backends.hopper.scan.operands import ACC_STATE, ACC_TOKENS
+from gdn.backends.hopper.scan.scheduler import ONE_WARP, ONE_WARPGROUP, STRIP, stage_and_phase
+
+# int32 fields of a published work item: tokens (below 0: no item is left), row, first token in it, value
+# head, first chunk, index of the initial state (past the states: zero) and of the final one (past the states:
+# it is not stored)
+LENGTH, ROW, TOKEN, HEAD, CHUNK, SOURCE, GOAL = (gl.constexpr(i) for i in range(7))
+FIELDS = gl.constexpr(8)
+SLOTS = gl.constexpr(4)  # slots in shared memory for published work items
+
+
+@struct
+class WorkQueue:
+    """Hold published work items in shared memory, the mbarriers of their slots, the counter in HBM.
+
+    The producer, which has few registers, keeps the fields of its items there, too: of the item before, the
+    present one and the next one.
+    """
+
+    items: Any
+    full: Any  # 1 arrival, by the producer
+    empty: Any  # 1 arrival by each reader: the score warpgroup and the consumers
+    next_ptr: Any  # the tile scheduler: items that were taken, beyond the first of each CTA
+
+    @jit
+    def publish(self, fields, turn):
+        """Write the fields of the CTA's turn-th work item to shared memory."""
+        slot, phase = stage_and_phase(turn, self.full)
+        # all partitions have read what this slot of shared memory held SLOTS turns before
+        mbarrier.wait(self.empty.index(slot), phase ^ 1)
+        self.items.index(slot).store(fields)
+        fence_async_shared()
+        mbarrier.arrive(self.full.index(slot), count=1)
+
+    @jit
+    def field(self, turn, FIELD: gl.constexpr, layout: gl.constexpr):
+        """Return a field of the CTA's turn-th work item as a scalar, in every lane of a layout."""
+        # a maximum over one element: every lane gets it as a scalar register
+        return gl.max(self.items.index(turn % SLOTS).slice(FIELD, 1).load(layout), 0)
+
+    @jit
+    def wait_length(self, turn):
+        """Wait until the CTA's turn-th work item is published; return its length."""
+        slot, phase = stage_and_phase(turn, self.full)
+        mbarrier.wait(self.full.index(slot), phase)
+        return self.field(turn, LENGTH, ONE_WARPGROUP)
+
+    @jit
+    def release(self, turn):
+        """Release the item's slot to the producer; a fence must come before."""
+        mbarrier.arrive(self.empty.index(turn % SLOTS), count=1)
+
+
+@struct
+class States:
+    """Hold the shared memory of a state, and how TMA moves it between there and HBM.
+
+    Swap t: each consumer reads the initial state of item t, and writes the final state of item t - 1 to the
+    same addresses. After the last item there is one swap more.
+    """
+
+    initial: Any  # descriptor [1, 1, 64, D] of value rows, or [1, 1, D, 64] keys first; None: zero
+    final: Any  # None: not stored
+    tiles: Any  # of each consumer
+    full: Any  # 1 arrival, by the producer, and its TMA bytes: swap t may begin
+    empty: Any  # 1 arrival by each consumer: swap t is done
+
+    @jit
+    def tile(self, WG: gl.constexpr, config):
+        """Return the shared memory of a consumer's S^T, value rows down."""
+        D: gl.constexpr = config.D
+        if config.V_FIRST:
+            return self.tiles.index(WG).reshape([STRIP, D])
+        else:
+            return self.tiles.index(WG).reshape([D, STRIP]).permute((1, 0))
+
+    @jit
+    def wait_full(self, turn):
+        """Wait until the initial state of the turn-th item is in shared memory."""
+        _, phase = stage_and_phase(turn, self.full)
+        mbarrier.wait(self.full.index(0), phase)
+
+    @jit
+    def put_final(self, S, WG: gl.constexpr, config):
+        """Write S to shared memory as the final state of an item, and end the swap."""
+        if self.final is not None:
+            self.tile(WG, config).store(S.to(self.final.dtype))
+        # order reads and writes of shared memory before the TMA store that reads and the load that overwrites
+        fence_async_shared()
+        mbarrier.arrive(self.empty.index(0), count=1)
+
+    @jit
+    def swap(self, S, turn, WG: gl.constexpr, config):
+        """Return S^T before the turn-th item of the CTA; S is that after the item before, and is stored."""
+        layout: gl.constexpr = ACC_TOKENS if config.D == C else ACC_STATE
+        self.wait_full(turn)
+        if self.initial is None:
+            following = gl.zeros((STRIP, config.D), gl.float32, layout)
+        else:
+            following = self.tile(WG, config).load(layout).to(gl.float32)
+        self.put_final(S, WG, config)
+        return following
+
+    @jit
+    def wait_empty(self, turn):
+        """Wait until all consumers have done the CTA's swap of this turn."""
+        _, phase = stage_and_phase(turn, self.empty)
+        mbarrier.wait(self.empty.index(0), phase)
+
+    @jit
+    def store_final(self, turn, queue, config):
+        """Store the final state of the turn-th item to HBM by TMA; wait until shared memory is read."""
+        if self.final is not None:
+            goal = queue.field(turn, GOAL, ONE_WARP)
+            head = queue.field(turn, HEAD, ONE_WARP)
+            for n in gl.static_range(config.CONSUMERS):
+                tma_store(self.final, state_corner(goal, head, n, config), self.tiles.index(n))
+            tma_store_wait(0)
+
+    @jit
+    def load_initial(self, turn, queue, config):
+        """Load the initial state of the turn-th item by TMA; without one, the consumers may swap at once."""
+        ready = self.full.index(0)
+        if self.initial is None:
+            mbarrier.arrive(ready, count=1)
+        else:
+            source = queue.field(turn, SOURCE, ONE_WARP)
+            head = queue.field(turn, HEAD, ONE_WARP)
+            mbarrier.expect(ready, config.CONSUMERS * self.initial.block_type.nbytes)
+            for n in gl.static_range(config.CONSUMERS):
+                corner = state_corner(source, head, n, config)
+                tma_load(self.initial, corner, ready, self.tiles.index(n))
+
+
+@jit
+def state_corner(state, head, WG: gl.constexpr, config):
+    """Return the coordinates of a consumer's 64 value rows of a state."""
+    if config.V_FIRST:
+        return [state, head, WG * STRIP, 0]
+    else:
+        return [state, head, 0, WG * STRIP]
