@@ -226,7 +226,9 @@ def test_a_captured_commit_rounds_other_rows_on_a_replay(monkeypatch):
         x[name].copy_(index)
     graph.replay()
     assert same_bits(held.state, wanted.state) and same_bits(held.column_scale, wanted.column_scale)
-    assert error(held[1].read(y["dst_index"], state_v_first=True)[1], s[1, 2, 3]) < 2e-5
+    found, half = held[1].read(y["dst_index"], state_v_first=True)[1], held.column_scale[1, 4, ..., None] / 2
+    # round to nearest: half a step, and the rounding of the product in fp32
+    assert ((found - s[1, 2, 3]).abs() <= half * (1 + 2**-7)).all()
 
 
 @pytest.mark.interpret

@@ -235,7 +235,7 @@ def compile_all(trial: Trial, table: Mapping[str, list[Candidate]]) -> int:
             for one, tensors in candidate.record(bound)[0]:
                 steps[one.binary_key(tensors)] = one, tensors
     if not trial.is_toy:
-        precompile._compile_all(list(steps.values()))
+        precompile.compile_all(list(steps.values()))
     peers.join(60)
     return len(steps)
 

@@ -155,7 +155,7 @@ def _plan(p: PrefillProblem, rule: Problem) -> Prefill:
         (
             n, h, k, v, kept[0], *kept[2:], index, _stride(p.out_state_index), _stride(p.checkpoint_offsets),
             *heads, *slots, 0 if p.checkpoints is None else p.checkpoints.shape[0], p.checkpoint_every,
-            scale_n, *scale,
+            *scales,
         ),
         constants
         | counting
@@ -177,7 +177,7 @@ def _plan(p: PrefillProblem, rule: Problem) -> Prefill:
             *(s // token_unit for s in (*rule.q.stride()[1:3], *rule.k.stride()[1:3])),
             *rule.v.stride()[1:3], *gates.g[1:], *gates.beta[1:], gates.dt_bias, 1,
             n, h, k, v, index, _stride(p.snapshot_pos), _stride(p.snapshot_index), *heads,
-            *magic_numbers(p.HV // p.H), *slots, p.scale, p.lower_bound, scale_n, *scale,
+            *magic_numbers(p.HV // p.H), *slots, p.scale, p.lower_bound, *scales,
         ),
         {
             **constants, **counting, "TOKEN_UNIT": token_unit, "NORM": p.use_qk_l2norm_in_kernel,
