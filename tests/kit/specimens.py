@@ -13,7 +13,6 @@ from unittest.mock import patch
 import torch
 
 import gdn
-from gdn.backends.triton.serving import loading
 from gdn.ops.conv import convolve_and_split
 from gdn.problem import Problem, parse
 from gdn.problem.propagate import PropagateProblem, RunStep
@@ -183,33 +182,6 @@ def decode_in_chunk_form(
     x |= {"state": pool_of(B, K=D, V=D, dtype=pool_dtype, v_first=v_first)}
     x |= {"read_index": slots(B), "write_index": slots(B)} if has_slots else {}
     return lambda: api.decode(**x, exact_packet=False, state_v_first=v_first, backend="triton")
-
-
-def with_loads(call: Callable[[], Any], **options: Any) -> Callable[[], Any]:
-    """Return a call whose launches are planned with other options of loads."""
-
-    def planned() -> Any:
-        before, loading.LOADING = loading.LOADING, loading.Loading(**options)
-        try:
-            return call()
-        finally:
-            loading.LOADING = before
-
-    return planned
-
-
-def loads_first() -> Callable[[], Any]:
-    """Return packets and replays of few rows whose programs load first, and prefetch before they wait."""
-    options = {"has_loads_first": True, "strips": 1, "is_early": True}
-    calls = [decode_in_chunk_form(4, T, 128, BF16, BF16, True, True) for T in (4, 16)]
-    calls += [replay(3, 4, 128, 128, BF16, pool, BF16, True, False) for pool in (BF16, FP32)]
-    return lambda: [with_loads(call, **options)() for call in calls]
-
-
-def tokens_without_the_next() -> Callable[[], Any]:
-    """Return decodes of several tokens that hold no next token, and prefetch before they wait."""
-    calls = [decode("P3", 4, 4, 128, 128, BF16, pool, True, True) for pool in (BF16, FP32)]
-    return lambda: [with_loads(call, is_early=True, has_next_token=False)() for call in calls]
 
 
 def decode_of_packed_rows() -> Callable[[], Any]:
@@ -854,8 +826,6 @@ OTHERS = {
     "chunk form bf16": (decode_in_chunk_form, (4, 4, 128, BF16, FP32, True, True), EVERYWHERE),
     "chunk form, many rows": (decode_in_chunk_form, (80, 16, 128, BF16, BF16, True, True), EVERYWHERE),
     "chunk form fp32 256, K first": (decode_in_chunk_form, (4, 8, 256, FP32, FP32, False, False), EVERYWHERE),
-    "packets that load first": (loads_first, (), TUNED),
-    "decode without the next token": (tokens_without_the_next, (), TUNED),
     "chunk form fp16 60": (decode_in_chunk_form, (4, 5, 60, FP16, FP16, True, True), TUNED),
     "prefill bf16": (prefill, (128, BF16, FP32, True, True), EVERYWHERE),
     "prefill fp32": (prefill, (128, FP32, BF16, False, False), TUNED),

@@ -3,8 +3,7 @@
 Kernel N+1 may be scheduled once every program of kernel N has executed `gdc_launch_dependents` or exited. It
 must execute `gdc_wait` before it touches any memory: `gdc_wait` returns when kernel N has finished and its
 stores to HBM are visible. Every kernel must wait, even one that needs nothing from kernel N; otherwise N+2
-could start while N is still writing. A prefetch into L2 may come before `gdc_wait`: it returns no value, and
-L2 is where N's stores become visible. An index that is read for its address is read again after the wait.
+could start while N is still writing.
 
 If kernel N waits before it lets N+1 start, everything before N has finished when N+1 starts. N+1 may then,
 without waiting, read the results of those kernels and the caller's tensors, and write memory that N does not

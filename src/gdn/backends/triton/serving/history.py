@@ -37,19 +37,18 @@ from gdn.backends.triton.serving.history_lib import load_cursor, ring_places, so
 from gdn.backends.triton.serving.packet import index_strides, num_programs, options, sample_num_states
 from gdn.backends.triton.serving.packet_lib import (
     ROWS,
+    load_gates,
     load_operands,
     load_rows,
+    load_slot,
     row_pointers,
     solve_packet,
     spread_over_rows,
     store_zeros,
     tokens_of_rows,
 )
-from gdn.backends.triton.serving.packet_loads import load_gates
 from gdn.backends.triton.serving.recurrent_lib import divide, locate_program, token_range
-from gdn.backends.triton.serving.replay import appends_history, describe_replay
-from gdn.backends.triton.serving.replay_lib import run_strips
-from gdn.backends.triton.serving.slots_lib import load_slot
+from gdn.backends.triton.serving.replay import appends_history, describe_replay, run_strips
 from gdn.backends.triton.serving.state_tiles import (
     kernel_offsets,
     remainder_strides,
@@ -108,7 +107,7 @@ def history_kernel(
         K=K, V=V, BP=BP, BV=BV, BS=BS, BT=BT, STRIPS=STRIPS, STAGES=STAGES, AXIS=AXIS, DENSE=DENSE, NEAR=NEAR,
         LINE=LINE, UNIT=UNIT, STATE_UNIT=STATE_UNIT, PAST_UNIT=PAST_UNIT, NORM=NORM, NEGATIVE=NEGATIVE,
         LEVELS=LEVELS, PRECISION=PRECISION, FP32_PRECISION=FP32_PRECISION, RESET=RESET, IS_SINGLE=IS_SINGLE,
-        FOLDS=False, HOLDS=0,
+        FOLDS=False,
     )  # fmt: skip
     # the constants of rows whose history is full. Without stages, since the loop with a fold would need twice
     # the shared memory, and so halve the programs on an SM for all rows
@@ -116,8 +115,8 @@ def history_kernel(
     F: tl.constexpr = group_constants(
         K=K, V=V, BP=BP, BV=BV, BS=BS, BT=BT, STRIPS=FOLD_STRIPS, STAGES=1, AXIS=AXIS, DENSE=DENSE, NEAR=NEAR,
         LINE=LINE, UNIT=UNIT, STATE_UNIT=STATE_UNIT, PAST_UNIT=PAST_UNIT, PRECISION=PRECISION,
-        FP32_PRECISION=FP32_PRECISION, IS_SINGLE=IS_SINGLE, FOLDS=True, HOLDS=0, BK=BK,
-        PASTS=PASTS, FOLD_PRECISION=FOLD_PRECISION,
+        FP32_PRECISION=FP32_PRECISION, IS_SINGLE=IS_SINGLE, FOLDS=True, BK=BK, PASTS=PASTS,
+        FOLD_PRECISION=FOLD_PRECISION,
     )  # fmt: skip
     if PDL:
         launch_dependents_then_wait()
@@ -181,7 +180,7 @@ def history_kernel(
         if remainder_ptr is not None:
             remainder_ptr += slot * low_n + head.to(tl.int64) * low_h
         scales = ColumnScales(column_scale_ptr, scale_v, remainder_ptr, low_k, low_v)
-        tensors = (v, state, scales, Strip(o_ptr, None, None, o_t, o_v), ())
+        tensors = (v, state, scales, Strip(o_ptr, None, None, o_t, o_v))
         end_high, end_low = split_fp64(G_end)
         solved = (X, W, row_scales, beta_rows, Sums(high, low), Sums(end_high, end_low))
         # one branch for all columns of a row and head: each loop is pipelined by itself

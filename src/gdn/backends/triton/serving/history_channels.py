@@ -21,9 +21,8 @@ from gdn.backends.triton.serving.channels_lib import (
 )
 from gdn.backends.triton.serving.history_lib import fold_strip, load_cursor, ring_places, store_cursor
 from gdn.backends.triton.serving.packet import num_programs
-from gdn.backends.triton.serving.packet_lib import ROWS, column_pointer, store_zeros
+from gdn.backends.triton.serving.packet_lib import ROWS, column_pointer, load_slot, store_zeros
 from gdn.backends.triton.serving.recurrent_lib import divide, locate_program, token_range
-from gdn.backends.triton.serving.slots_lib import load_slot
 from gdn.backends.triton.serving.structs import (
     Appended,
     ChannelGates,

@@ -18,25 +18,16 @@ import triton.language as tl
 from torch import Tensor
 
 from gdn.backends.triton.launch import Launch, Machine, kernel, machine, unit_of
-from gdn.backends.triton.launch.pdl import (
-    launch_dependents,
-    launch_dependents_then_wait,
-    pdl_options,
-    supports_pdl,
-    wait_previous,
-)
+from gdn.backends.triton.launch.pdl import launch_dependents_then_wait, pdl_options, supports_pdl
 from gdn.backends.triton.lib import column_mask, decay, split_fp64
-from gdn.backends.triton.serving import loading
 from gdn.backends.triton.serving.packet_lib import (
     ROWS,
     add_outer_product,
     column_pointer,
     compute_outputs,
-    load_parts,
-    load_strip,
-    load_values,
-    multiply_held,
-    multiply_parts,
+    load_gates,
+    load_operands,
+    load_slot,
     multiply_state,
     output_strip_pointers,
     row_pointers,
@@ -45,17 +36,15 @@ from gdn.backends.triton.serving.packet_lib import (
     spread_over_rows,
     store_outputs,
     store_zeros,
+    strip_mask,
     tokens_of_rows,
 )
-from gdn.backends.triton.serving.packet_loads import load_gates, load_logits, sum_gates, use_parts_here
 from gdn.backends.triton.serving.recurrent_lib import divide, locate_program, token_range
-from gdn.backends.triton.serving.slots_lib import load_slot, prefetch_columns, prefetch_state
 from gdn.backends.triton.serving.state_tiles import RESIDENT, magic_numbers, pool_strides
 from gdn.backends.triton.serving.structs import (
     Gates,
     GateStrides,
     Packet,
-    PoolStates,
     Slots,
     Strip,
     group_constants,
@@ -85,35 +74,25 @@ def packet_kernel(
     NEAR: tl.constexpr, LINE: tl.constexpr, UNIT: tl.constexpr, STATE_UNIT: tl.constexpr,
     WRITE: tl.constexpr, NORM: tl.constexpr, NEGATIVE: tl.constexpr, LEVELS: tl.constexpr,
     PRECISION: tl.constexpr, FP32_PRECISION: tl.constexpr, RESET: tl.constexpr, PDL: tl.constexpr,
-    LOADS_FIRST: tl.constexpr, HOLDS: tl.constexpr, FETCHED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Run one row's tokens as `decode` does, where at most the last state is written.
 
     Program (row, head, block): STRIPS strips of BV value columns. Grid: (N, + 1 if packed) * HV * blocks; one
-    or two `warps`. PDL: it lets the next kernel start at once, and waits before its first load; the first
-    EARLY programs prefetch FETCHED strips into L2 before. Reads q, k, v, gates of up to 16 tokens and the
-    state; writes o, and the last state if WRITE is "final". LOADS_FIRST, HOLDS: see `loading`.
+    or two `warps`. PDL: it lets the next kernel start at once, and waits before its first load. Reads q, k,
+    v, gates of up to 16 tokens and the state; writes o, and the last state if WRITE is "final".
     """
     C: tl.constexpr = group_constants(
         K=K, V=V, BV=BV, BS=BS, BT=BT, STRIPS=STRIPS, STAGES=STAGES, AXIS=AXIS, DENSE=DENSE, NEAR=NEAR,
         LINE=LINE, UNIT=UNIT, STATE_UNIT=STATE_UNIT, NORM=NORM, NEGATIVE=NEGATIVE, LEVELS=LEVELS,
-        PRECISION=PRECISION, FP32_PRECISION=FP32_PRECISION, RESET=RESET, COLUMNS=BV * FETCHED,
-        LINES=K * state_ptr.dtype.element_ty.primitive_bitwidth // 1024,
+        PRECISION=PRECISION, FP32_PRECISION=FP32_PRECISION, RESET=RESET,
     )  # fmt: skip
-    if PDL and EARLY == 0:
+    if PDL:
         launch_dependents_then_wait()
     n, head, block = locate_program(HV, HV_magic, HV_s, (V + BV * STRIPS - 1) // (BV * STRIPS))
+    first, count = token_range(cu_seqlens_ptr, n, N, T)
     slots_read = Slots(
         read_index_ptr, num_accepted_ptr, ring_pos_ptr, read_n, read_c, accepted_n, ring_n, columns, entries
     )
-    if EARLY > 0:
-        launch_dependents()
-        pool = PoolStates(state_ptr, state_n, state_r, state_h, state_v, lowest, slots)
-        if tl.program_id(0) < EARLY:
-            # L2 only, and past L1: the previous kernel may still write what is read here
-            prefetch_state(pool, slots_read, n, N, head, block * (STRIPS * BV), C, True)
-        wait_previous()
-    first, count = token_range(cu_seqlens_ptr, n, N, T)
     slot, entry = load_slot(n, N, slots_read)
     # no integer division before the first load
     key_head = divide(head, ratio_magic, ratio_s)
@@ -124,37 +103,15 @@ def packet_kernel(
     # q, k and gates are loaded before the slot index arrives, so their latencies overlap
     PARTS: tl.constexpr = 2 * BT // ROWS
     packet = Packet(q_ptr, k_ptr, count, q_t, k_t, q_k, k_k)
+    X, XK, QQ = load_operands(packet, C)
+    now = tl.arange(0, BT)
     gates = Gates(g_ptr, beta_ptr, a_ptr, b_ptr, A_log_ptr, dt_bias_ptr)
     gate_strides = GateStrides(g_b, g_t, g_h, beta_b, beta_t, beta_h, A_log_h, dt_bias_h)
-    X = load_parts(packet, C)
-    if LOADS_FIRST:
-        logits = load_logits(gates, gate_strides, n, first, head, count, C)
-    else:
-        XK, QQ = multiply_parts(X, packet, C)
-        G, beta = load_gates(gates, gate_strides, n, first, head, count, C)
-    now = tl.arange(0, BT)
+    G, beta = load_gates(gates, gate_strides, n, first, head, count, C)
     # not an early return: exporters look for the stores of a kernel, and do not follow jumps
     if (slot < lowest) | (slot >= slots) | (n >= N):
         store_zeros(o_ptr, count, block * STRIPS, o_t, o_v, C)
     else:
-        values = Strip(v_ptr, None, None, v_t, v_v)
-        start_ptr = state_ptr + head.to(tl.int64) * state_h * STATE_UNIT
-        start_ptr += (slot * state_n + entry * state_r) * STATE_UNIT
-        if FETCHED > 0 and HOLDS == 0:  # noqa: SIM102 - a constant, and what only then is compiled
-            if tl.program_id(0) >= EARLY:
-                prefetch_columns(
-                    start_ptr, block * (STRIPS * BV), state_v, BV * FETCHED, C.LINES, STATE_UNIT
-                )  # fmt: skip
-        if HOLDS > 0:
-            # S is on its way from HBM while the packet's system is solved in registers
-            held_v = load_values(values, block * BV, count, C)
-            held_ptr = column_pointer(start_ptr, block * BV, state_v * STATE_UNIT, AXIS == "v")
-            held = load_strip(Strip(held_ptr, tl.arange(0, BV), V - block * BV, state_k, state_v), C)
-        if LOADS_FIRST:
-            if HOLDS > 0 or PARTS == 2:
-                X = use_parts_here(X)
-            XK, QQ = multiply_parts(X, packet, C)
-            G, beta = sum_gates(logits, gates, count, C)
         high, low = split_fp64(spread_over_rows(G))
         beta_rows = spread_over_rows(beta)
         # W is computed once and stays in registers over all strips
@@ -162,6 +119,8 @@ def packet_kernel(
         decays = tl.exp(high)
         end_high, end_low = split_fp64(tl.sum(tl.where(now == BT - 1, G, 0.0), 0))
         at_end = decay(high, low, end_high, end_low)
+        start_ptr = state_ptr + head.to(tl.int64) * state_h * STATE_UNIT
+        start_ptr += (slot * state_n + entry * state_r) * STATE_UNIT
         # distance from the slot that is read to the slot that is written
         there, is_written = tl.full([], 0, tl.int64), False
         if WRITE == "final":
@@ -174,13 +133,14 @@ def packet_kernel(
             column, vs = (block * STRIPS + strip) * BV, tl.arange(0, BV)
             left = V - column
             tokens, is_k = tokens_of_rows(PARTS - 1, BT)
+            has_both = (tokens < count)[:, None] & strip_mask(vs, left, V, STRIPS)[None, :]
+            v_at = row_pointers(
+                column_pointer(v_ptr, column, v_v, DENSE), tokens, vs, v_t, v_v, UNIT, DENSE, NEAR
+            )
+            v = tl.load(v_at, mask=has_both & is_k[:, None], other=0.0)
             strip_ptr = column_pointer(start_ptr, column, state_v * STATE_UNIT, AXIS == "v")
             state = Strip(strip_ptr, vs, left, state_k, state_v)
-            if HOLDS > 0:
-                v, XS = held_v, multiply_held(X, held, C)
-            else:
-                v = load_values(values, column, count, C)
-                XS = multiply_state(X, packet, state, C)
+            XS = multiply_state(X, packet, state, C)
             # norms and decays scale MMA results in registers, instead of q and k
             XS = scale_rows(XS, row_scales, decays)
             outputs = compute_outputs(XS, v, beta_rows, W, BT, FP32_PRECISION)
@@ -188,19 +148,14 @@ def packet_kernel(
             store_outputs(o, outputs, count, C)
             if WRITE == "final":
                 u = tl.where(is_k[:, None], outputs[PARTS - 1] * at_end[:, None], 0.0)
-                # in blocks of BU keys: S is still in L2, and all of it may not fit into registers
-                for start in tl.static_range(0, K, BS if HOLDS > 1 else BU):
-                    ks = start + tl.arange(0, BS if HOLDS > 1 else BU)
+                # in blocks of BU keys: S is still in L2, and all of it would not fit into registers
+                for start in tl.static_range(0, K, BU):
+                    ks = start + tl.arange(0, BU)
                     place, in_state = output_strip_pointers(state, ks, C)
-                    if HOLDS > 1:
-                        # the products of q's rows may be NaN, and must not reach the state
-                        S, k = held, tl.where(is_k[:, None], X[PARTS - 1], 0.0)
-                    else:
-                        S = tl.load(place, mask=in_state, other=0.0)
-                        k_at = row_pointers(k_ptr, tokens, ks, k_t, k_k, UNIT, DENSE, NEAR)
-                        has_key = (is_k & (tokens < count))[:, None] & column_mask(ks, K)[None, :]
-                        k = tl.load(k_at, mask=has_key, other=0.0)
-                    S = S.to(tl.float32) * tl.exp(end_high)
+                    S = tl.load(place, mask=in_state, other=0.0).to(tl.float32) * tl.exp(end_high)
+                    k_at = row_pointers(k_ptr, tokens, ks, k_t, k_k, UNIT, DENSE, NEAR)
+                    has_key = (is_k & (tokens < count))[:, None] & column_mask(ks, K)[None, :]
+                    k = tl.load(k_at, mask=has_key, other=0.0)
                     S = add_outer_product(S, k, u, AXIS, PRECISION).to(state_ptr.dtype.element_ty)
                     tl.store(place + there, S, mask=in_state & is_written)
 
@@ -257,9 +212,7 @@ def options(sizes: Mapping[str, int], p: "AnyRows", is_written: bool) -> dict[st
     # int16 takes the registers of its two halves
     limit = INT8_REGISTERS if p.state.dtype == torch.int8 else REGISTERS
     has_limit = p.state.dtype in (torch.bfloat16, torch.float16, torch.int8)
-    is_limited = is_small and has_limit and sizes["STRIPS"] > 1
-    is_limited |= warps(sizes) == 2 and loading.LOADING.limits_two_warps(p, sizes)
-    is_limited &= gpu.kind == "cuda"
+    is_limited = is_small and has_limit and sizes["STRIPS"] > 1 and gpu.kind == "cuda"
     return pdl_options(gpu) | ({"maxnreg": limit} if is_limited else {})
 
 
@@ -355,7 +308,6 @@ def plan(p: DecodeProblem, starts: Sequence[int], num_states: int | None = None)
         "WRITE": p.write, "NORM": p.use_qk_l2norm_in_kernel,
         "NEGATIVE": p.allow_neg_eigval, "LEVELS": levels(longest),
         **precisions(p.q.dtype == torch.float32, gpu), "RESET": RESET, "PDL": supports_pdl(gpu),
-        **loading.LOADING.of_packet(p, axis, sizes, warps(sizes)),
     }  # fmt: skip
     rest, programs = options(sizes, p, is_written), num_programs(p, sizes)
     return Launch(packet_kernel, programs, scalars, constants, warps(sizes), options=rest)

@@ -16,6 +16,7 @@ axis gets lanes after the contiguous one: the first up to 3.6, then the last. So
 import triton.language as tl
 
 from gdn.backends.triton.launch import jit
+from gdn.backends.triton.launch.pdl import ON_GPU
 from gdn.backends.triton.lib import activate_beta, sigmoid, softplus
 
 LARGEST = tl.constexpr(3.4028234663852886e38)  # of fp32
@@ -139,6 +140,22 @@ def tile_pointers(ptr, keys, values, k, v, UNIT: tl.constexpr, AXIS: tl.constexp
     if AXIS == "v":
         return ptr + keys.to(tl.int64) * (k * UNIT) + values
     return ptr + values.to(tl.int64) * (v * UNIT) + keys.to(tl.int64) * (k * UNIT)
+
+
+@jit
+def prefetch_columns(ptr, columns, v, COLUMNS: tl.constexpr, LINES: tl.constexpr, UNIT: tl.constexpr):
+    """Prefetch V-first columns of a state into L2; they are `v` UNITs apart and LINES * 128 bytes long."""
+    lines = tl.arange(0, LINES) * (128 * 8 // ptr.dtype.element_ty.primitive_bitwidth)
+    pointers = ptr + ((columns + tl.arange(0, COLUMNS)).to(tl.int64) * (v * UNIT))[:, None] + lines[None, :]
+    if ON_GPU:
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
+            "=r,l",
+            [pointers],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
 
 
 @jit

@@ -19,9 +19,8 @@ from gdn.backends.triton.serving.channels_lib import (
     run_channel_packet,
 )
 from gdn.backends.triton.serving.packet import num_programs
-from gdn.backends.triton.serving.packet_lib import ROWS, store_zeros
+from gdn.backends.triton.serving.packet_lib import ROWS, load_slot, store_zeros
 from gdn.backends.triton.serving.recurrent_lib import divide, locate_program, token_range
-from gdn.backends.triton.serving.slots_lib import load_slot
 from gdn.backends.triton.serving.structs import (
     Appended,
     ChannelGates,

@@ -158,18 +158,6 @@ class HeadStates(NamedTuple):
     scale_column: Any
 
 
-class PoolStates(NamedTuple):
-    """Say where the states of a pool begin, their strides in UNITs, and which slots exist."""
-
-    ptr: Any
-    slot_stride: Any
-    entry_stride: Any  # of a ring
-    head_stride: Any
-    column_stride: Any
-    lowest: Any
-    slots: Any
-
-
 class ColumnScales(NamedTuple):
     """Say where the scales of a head's columns begin, and the remainders of int8, with their strides."""
 
@@ -245,7 +233,7 @@ class Constants:
 
 STRUCTS = (
     Slots, Accepted, Gates, GateStrides, GateParameters, ChannelGates, Packet, Strip, History, Sums, Appended,
-    HeadStates, PoolStates, ColumnScales, Remainders, TileColumns, Tokens, Token,
+    HeadStates, ColumnScales, Remainders, TileColumns, Tokens, Token,
 )  # fmt: skip
 # a constant that `group_constants` reads, because Triton's cache key of a kernel has no fields of structs:
 # with two fields swapped, the stale binary would be found in the cache on disk
