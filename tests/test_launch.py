@@ -37,6 +37,7 @@ from gdn.backends.triton.launch import (
     PlanCache,
     background,
     binaries,
+    device,
     launches,
     parallel,
     precompile,
@@ -615,9 +616,9 @@ def test_a_second_device_before_the_current_one(monkeypatch):
     # sizes that no other test has, so that nothing was compiled before
     q, k, v = torch.randn(3, 4, 2, 52), torch.randn(3, 4, 2, 52), torch.randn(3, 4, 4, 44)
     k, pool, found = torch.nn.functional.normalize(k, dim=-1), torch.randn(3, 4, 44, 52), []
-    for device in ("cuda:1", "cuda:0", "cuda:1"):
-        state = pool.to(device)
-        x = (t.to(device) for t in (q, k, v))
+    for name in ("cuda:1", "cuda:0", "cuda:1"):
+        state = pool.to(name)
+        x = (t.to(name) for t in (q, k, v))
         o = api.decode(*x, state, state_v_first=True, exact_packet=False, backend="triton")
         found.append((o.cpu(), state.cpu()))
     for o, state in found[1:]:
@@ -747,3 +748,47 @@ def test_constants_of_a_kernel_are_compared_by_their_values():
     few, many = Constants({"K": 64, "AXIS": "k"}), Constants({"K": 128, "AXIS": "k"})
     assert few != many and few == Constants({"K": 64, "AXIS": "k"}) and hash(few) == hash("K64_AXISk")
     assert (few.K.value, few.AXIS.value) == (64, "k")
+
+
+def test_a_binary_may_be_loaded_in_a_capture(monkeypatch):
+    """The first launch of a thread that captures a graph is in the relaxed mode; the mode is restored."""
+    modes, current = [], [0]
+
+    def exchange(pointer):
+        modes.append(pointer._obj.value)
+        current[0], pointer._obj.value = pointer._obj.value, current[0]
+
+    driver = SimpleNamespace(cuThreadExchangeStreamCaptureMode=exchange)
+    monkeypatch.setattr(device.ctypes, "CDLL", lambda name: driver)
+    with device.loads_in_captures():
+        assert modes == []
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(RuntimeError, match="launch"), device.loads_in_captures():
+        assert current == [2]
+        raise RuntimeError("launch")
+    assert modes == [2, 0] and current == [0]
+
+
+CAPTURE = """
+import torch, gdn
+x = {n: torch.randn(3, 1, 2, 64, device="cuda", dtype=torch.bfloat16) for n in ("q", "k", "v")}
+x |= {n: torch.rand(3, 1, 2, device="cuda") for n in ("g", "beta")}
+x["g"] = -x["g"]
+first = torch.randn(3, 2, 64, 64, device="cuda")
+states = [first.clone() for _ in range(2)]
+graph = torch.cuda.CUDAGraph()
+with torch.cuda.graph(graph):
+    captured = gdn.decode(**x, state=states[0])
+states[0].copy_(first)
+graph.replay()
+o = gdn.decode(**x, state=states[1])
+assert torch.equal(captured, o) and torch.equal(*states)
+"""
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_the_first_call_of_a_process_may_be_captured():
+    done = subprocess.run([sys.executable, "-c", CAPTURE], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-2000:]

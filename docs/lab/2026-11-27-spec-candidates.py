@@ -1,5 +1,6 @@
 """Check and time candidates for the rows of `gdn bench spec` that are slower than FlashInfer's.
 
+    git apply docs/lab/2026-11-27-spec.patch                                    first
     PYTHONPATH=src:benchmarks python docs/lab/2026-11-27-spec-candidates.py     on an H200
     PYTHONPATH=src:benchmarks python docs/lab/2026-11-27-spec-candidates.py --only B=8
     TRITON_INTERPRET=1 PYTHONPATH=src:benchmarks:tests python docs/lab/2026-11-27-spec-candidates.py --pretend
@@ -25,7 +26,7 @@ from unittest import mock
 import torch
 
 from gdn.backends.triton import launch
-from gdn.backends.triton.launch import precompile
+from gdn.backends.triton.launch import parallel
 from gdn.backends.triton.serving import loading, packet, replay, state_tiles
 from gdn.ops import fastpath
 from gdn.testing import accuracy
@@ -235,7 +236,7 @@ def compile_all(trial: Trial, table: Mapping[str, list[Candidate]]) -> int:
             for one, tensors in candidate.record(bound)[0]:
                 steps[one.binary_key(tensors)] = one, tensors
     if not trial.is_toy:
-        precompile.compile_all(list(steps.values()))
+        parallel.compile_all(list(steps.values()))
     peers.join(60)
     return len(steps)
 

@@ -211,8 +211,8 @@ class GraphedCall:
         The graphs of a model share a pool, as they never run at the same time. PyTorch refuses the handle of
         a pool whose last graph is gone.
         """
-        kept = {key: [x for x in found if not x.is_idle] for key, found in self.recordings.items()}
-        self.recordings = {key: found for key, found in kept.items() if found}
+        kept = {key: [x for x in group if not x.is_idle] for key, group in self.recordings.items()}
+        self.recordings = {key: group for key, group in kept.items() if group}
         if not self.recordings and torch.cuda.is_available():
             self.pool = torch.cuda.graph_pool_handle()
         return self.pool

@@ -1,6 +1,8 @@
 """Describe the GPU of a call, and make it the current device."""
 
-from contextlib import AbstractContextManager, nullcontext
+import ctypes
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -16,6 +18,29 @@ def device_guard(device: torch.device) -> AbstractContextManager[Any]:
     if device.type != "cuda" or device.index == torch.cuda.current_device():
         return _NO_GUARD
     return torch.cuda.device(device)
+
+
+def loads_in_captures() -> AbstractContextManager[Any]:
+    """Return a context in which this thread may load a binary onto the GPU while it captures a CUDA graph.
+
+    The driver refuses that in the capture modes `global` and `thread_local`, which exist to find calls that a
+    replay would leave out. A loaded binary stays, and its launch is captured as any other.
+    """
+    if torch.version.hip is not None or not torch.cuda.is_initialized():
+        return _NO_GUARD
+    return _relaxed_capture() if torch.cuda.is_current_stream_capturing() else _NO_GUARD
+
+
+@contextmanager
+def _relaxed_capture() -> Iterator[None]:
+    mode = ctypes.c_int(2)  # CU_STREAM_CAPTURE_MODE_RELAXED
+    # exchanges the mode of this thread with the argument
+    exchange = ctypes.CDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode
+    exchange(ctypes.byref(mode))
+    try:
+        yield
+    finally:
+        exchange(ctypes.byref(mode))
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from gdn.backends.triton.launch.background import Background
-from gdn.backends.triton.launch.device import device_guard
+from gdn.backends.triton.launch.device import device_guard, loads_in_captures
 from gdn.backends.triton.launch.kernels import INTERPRETED
 from gdn.backends.triton.launch.launcher import DirectCall, direct_call, triton_call
 from gdn.backends.triton.launch.parallel import compile_all, compile_one
@@ -59,7 +59,8 @@ class Launch:
             return
         call = self._call
         if call is None:
-            self._launch_first(tensors)
+            with loads_in_captures():
+                self._launch_first(tensors)
             return
         # the address of every tensor, and the OR of all addresses, so that one test checks alignment
         pointers: list[Any] = list(tensors[: self.num_descriptors])
@@ -73,7 +74,8 @@ class Launch:
                 pointers.append(pointer)
         # Triton compiled for aligned pointers; others need a binary with narrower loads
         if bits % ALIGNMENT:
-            self._dispatch(tensors)
+            with loads_in_captures():
+                self._dispatch(tensors)
             return
         call(self.grid, torch._C._cuda_getCurrentRawStream(self._device), (*pointers, *self._trailing))
 
