@@ -162,15 +162,6 @@ def compare(model: Any, text: Tensor, report: Report) -> tuple[list[tuple[str, f
         "transformers": nullcontext,
     }
 
-    def within(
-        context: Callable[[], AbstractContextManager[Any]], job: Callable[[], Any]
-    ) -> Callable[[], Any]:
-        def go() -> Any:
-            with context():
-                return job()
-
-        return go
-
     def forward() -> Tensor:
         with torch.no_grad():
             logits: Tensor = model(input_ids=tokens, use_cache=False).logits
@@ -186,15 +177,18 @@ def compare(model: Any, text: Tensor, report: Report) -> tuple[list[tuple[str, f
     speeds = []
     for done, (name, (job, count, runs)) in enumerate(jobs.items()):
         report("compare", done, len(jobs), name)
-        functions = {side: within(context, job) for side, context in contexts.items()}
         times = measure.interleaved(
-            functions,
-            dict.fromkeys(functions, runs),
-            cold=functions if runs == 1 else (),
+            dict.fromkeys(contexts, job),
+            dict.fromkeys(contexts, runs),
+            cold=contexts if runs == 1 else (),
             clock=clock,
+            contexts=contexts,
         )
         speeds.append((name, count / times["gdn"].p50, count / times["transformers"].p50))
-    logits = [within(context, forward)() for context in contexts.values()]
+    logits = []
+    for context in contexts.values():
+        with context():
+            logits.append(forward())
     report("compare", len(jobs), len(jobs), "")
     return speeds, float((logits[0] - logits[1]).abs().max())
 

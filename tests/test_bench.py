@@ -3,6 +3,7 @@
 import json
 import math
 import socket
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import combinations
 
@@ -214,6 +215,24 @@ def test_interleaved_runs_each_as_often_as_asked():
     assert order.count("a") == 4 and order.count("b") == 2 and order != sorted(order)
     assert {name: t.runs for name, t in found.items()} == {"a": 4, "b": 2}
     assert measure.times([5, 1, 2, 3, 4, 0]) == measure.Times(1, 2, 4, 6)
+
+
+def test_interleaved_times_nothing_but_the_function_and_alternates():
+    """What a function runs in is entered before its clock starts; each second round is reversed."""
+    events = []
+
+    @contextmanager
+    def within(name):
+        events.append(f"enter {name}")
+        yield
+        events.append(f"leave {name}")
+
+    functions = {name: lambda name=name: events.append(name) for name in "ab"}
+    contexts = {"a": lambda: within("a")}
+    clock = lambda: events.append("clock") or 0.0  # noqa: E731
+    measure.interleaved(functions, {"a": 2, "b": 2}, cold="ab", clock=clock, contexts=contexts)
+    a, b = ["enter a", "clock", "a", "clock", "leave a"], ["clock", "b", "clock"]
+    assert events == [*a, *b, *b, *a]
 
 
 def test_rows_are_json_and_never_name_the_machine(tmp_path):

@@ -4,7 +4,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,17 +43,21 @@ def interleaved(
     cold: Iterable[str] = (),
     burst: int = 1,
     clock: Callable[[], float] = time.perf_counter,
+    contexts: Mapping[str, Callable[[], AbstractContextManager[Any]]] | None = None,
 ) -> dict[str, Times]:
     """Time functions in turn, so that a slow minute of the machine affects all of them.
 
     Each second round goes in the reverse order: work that grows or ends in a round favours no function.
     runs: how often each function runs, evenly spread. cold: functions that are not called once before, since
     they take too long. burst: calls of one run, whose mean counts; single short calls in turn would evict
-    each other's caches. clock: returns seconds; that of the process leaves out the time of others.
+    each other's caches. clock: returns seconds; that of the process leaves out the time of others. contexts:
+    what a function runs in, entered before and left after its time is taken.
     """
+    contexts = contexts or {}
     for name, function in functions.items():
         if name not in cold:
-            function()
+            with contexts.get(name, nullcontext)():
+                function()
     finish_background()
     seconds: dict[str, list[float]] = {name: [] for name in functions}
     rounds, order = max(runs[name] for name in functions), list(functions.items())
@@ -61,12 +65,13 @@ def interleaved(
         for name, function in order if i % 2 == 0 else reversed(order):
             if (i + 1) * runs[name] // rounds == i * runs[name] // rounds:
                 continue
-            start = clock()
-            for _ in range(burst):
-                function()
-            if torch.cuda.is_available():
-                torch.cuda.synchronize()
-            seconds[name].append((clock() - start) / burst)
+            with contexts.get(name, nullcontext)():
+                start = clock()
+                for _ in range(burst):
+                    function()
+                if torch.cuda.is_available():
+                    torch.cuda.synchronize()
+                seconds[name].append((clock() - start) / burst)
     return {name: times(values) for name, values in seconds.items()}
 
 
