@@ -218,7 +218,7 @@ def test_interleaved_runs_each_as_often_as_asked():
 
 
 def test_interleaved_times_nothing_but_the_function_and_alternates():
-    """What a function runs in is entered before its clock starts; each second round is reversed."""
+    """A context is entered before the clock of its function starts; each second round is reversed."""
     events = []
 
     @contextmanager
