@@ -226,6 +226,27 @@ def test_a_changed_model_is_recorded_again(monkeypatch, what):
     assert recorder.num_graphs == 2
 
 
+def test_a_live_cache_sees_a_changed_model(monkeypatch):
+    """A conversation goes on with its cache, and other weights or settings than its graph has."""
+    recorder, model = Recorder(monkeypatch), copy.deepcopy(families.make_model("qwen3_5"))
+    ids = families.tokens(2, 20)
+    with gdn.patch_transformers(graphs=True), torch.no_grad():
+        steps = Steps(model, ids)
+        for _ in range(4):
+            steps()
+        before, replays = model.lm_head.weight, recorder.num_replays
+        assert replays == 2
+        model.lm_head.weight = torch.nn.Parameter(-before.detach())
+        steps()
+        assert recorder.num_replays == replays
+        model.lm_head.weight = before
+        steps()
+        assert recorder.num_replays == replays + 1
+        monkeypatch.setenv("GDN_BACKEND", "eager")
+        steps()
+        assert recorder.num_replays == replays + 1
+
+
 def test_a_cache_with_other_tensors_or_values_is_not_replayed(monkeypatch):
     """reorder_cache replaces tensors, and a layer of a sliding window counts tokens in Python."""
     recorder, model = Recorder(monkeypatch), families.make_model("qwen3_5")
