@@ -189,6 +189,27 @@ def test_a_graph_serves_the_next_cache(monkeypatch):
     assert len(graphing._calls) == 0
 
 
+def test_layers_without_their_cache_keep_their_contents(monkeypatch):
+    """The tensors of a cache are the graph's own: another cache may have them when no layer is left."""
+    Recorder(monkeypatch)
+    model, ids = families.make_model("qwen3_5"), families.tokens(2, 20)
+    with gdn.patch_transformers(graphs=True), torch.no_grad():
+        first = Steps(model, ids)
+        for _ in range(4):
+            first()
+        layers = first.cache.layers
+        kept = next(x for x in layers if hasattr(x, "keys"))
+        before = kept.keys.clone()
+        del first, layers
+        gc.collect()
+        second = Steps(model, ids.flip(1))
+        second()
+        assert torch.equal(kept.keys, before) and len(recordings(model)) == 2
+        del kept
+        gc.collect()
+        assert [x.is_idle for x in recordings(model)] == [True, False]
+
+
 def test_each_generate_of_a_kind_replays_one_graph(monkeypatch):
     recorder, model = Recorder(monkeypatch), families.make_model("qwen3_5")
     with gdn.patch_transformers(graphs=True):

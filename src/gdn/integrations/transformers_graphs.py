@@ -64,6 +64,8 @@ class CacheState:
     def __init__(self, cache: Any) -> None:
         self.tensor_places: list[tuple[Any, Any]] = []
         self.value_places: list[tuple[Any, Any]] = []
+        # a caller may keep them without their cache
+        self.layers = [weakref.ref(layer) for layer in cache.layers]
         for layer in cache.layers:
             own = vars(layer)
             for holder in (own, *(x for x in own.values() if isinstance(x, dict))):
@@ -114,8 +116,8 @@ class Recording:
 
     @property
     def is_idle(self) -> bool:
-        """Return True if the cache is gone."""
-        return self.owner() is None
+        """Return True if the cache and its layers are gone."""
+        return self.owner() is None and all(layer() is None for layer in self.state.layers)
 
     @property
     def is_current(self) -> bool:
