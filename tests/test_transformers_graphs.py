@@ -2,7 +2,9 @@
 
 import copy
 import gc
+import time
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -298,6 +300,27 @@ def test_a_cache_with_other_tensors_or_values_is_not_replayed(monkeypatch):
             assert families.error(logits, whole(model, ids)[:, 6:12]) <= 2e-5
             assert recorder.num_replays == before + isinstance(change, torch.Tensor)
             assert not any(x.owner() is changing.cache for x in recordings(model))
+
+
+def test_two_threads_do_not_take_one_graph(monkeypatch):
+    """Both find the graph of a cache that is gone."""
+    recorder, model = Recorder(monkeypatch), families.make_model("qwen3_5")
+    adopt = graphing.Recording.adopt
+
+    def adopt_slowly(*given):
+        time.sleep(0.3)
+        adopt(*given)
+
+    monkeypatch.setattr(graphing.Recording, "adopt", adopt_slowly)
+    with gdn.patch_transformers(graphs=True):
+        model.generate(families.tokens(2, 12), **options())
+        gc.collect()
+        prompts = [families.tokens(2, 12, seed=seed) for seed in (1, 2)]
+        with ThreadPoolExecutor(2) as pool:
+            found = list(pool.map(lambda ids: model.generate(ids, **options()), prompts))
+        for ids, text in zip(prompts, found, strict=True):
+            assert torch.equal(text, eager(model, ids))
+        assert recorder.num_graphs == 2
 
 
 def test_options_are_checked():

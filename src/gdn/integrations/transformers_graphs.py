@@ -14,6 +14,7 @@ import itertools
 import warnings
 import weakref
 from collections.abc import Callable, Hashable, Sized
+from threading import RLock
 from typing import Any
 
 import torch
@@ -165,6 +166,8 @@ class GraphedCall:
         # how many steps of a kind ran as they are; None: it cannot be recorded
         self.eager_steps: dict[Hashable, int | None] = {}
         self.pool: Any = None
+        # graphs share a pool: a replay of another thread would write where this one's logits are
+        self.lock = RLock()
 
     def look_at(self, model: nn.Module) -> None:
         """Find out what a recording has of the model now: it takes longer than a step may."""
@@ -178,7 +181,12 @@ class GraphedCall:
         assert model is not None
         if name is None or not self._is_graphable(model, inputs, inputs[name]):
             return model(**inputs)
-        cache = inputs.pop(name)
+        with self.lock:
+            return self._call(model, name, inputs)
+
+    def _call(self, model: nn.Module, name: str, inputs: dict[str, Any]) -> Any:
+        """Replay, record, or run a step that is graphable; `name` is that of the cache among the inputs."""
+        cache: Any = inputs.pop(name)
         leaves, spec = pytree.tree_flatten(inputs)
         call_key = (_key_of(leaves, spec), _key_of_modes(model.device.type), self.model_key)
         for recording in itertools.chain(*self.recordings.values()):
