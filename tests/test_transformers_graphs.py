@@ -142,9 +142,9 @@ class Steps:
         self.cache = transformers.StaticCache(config=model.config, max_cache_len=length)
         model(ids[:, :start], **{families.CACHE: self.cache})
 
-    def __call__(self):
+    def __call__(self, **more):
         """Return the logits of the next token."""
-        rows, given = self.ids.shape[0], {families.CACHE: self.cache}
+        rows, given = self.ids.shape[0], {families.CACHE: self.cache, **more}
         given["position_ids"] = torch.full((rows, 1), self.at, device=self.ids.device)
         given["input_ids"] = self.ids[:, self.at : self.at + 1]
         self.at += 1
@@ -321,6 +321,21 @@ def test_two_threads_do_not_take_one_graph(monkeypatch):
         for ids, text in zip(prompts, found, strict=True):
             assert torch.equal(text, eager(model, ids))
         assert recorder.num_graphs == 2
+
+
+def test_inputs_that_are_objects_are_not_recorded(monkeypatch):
+    """Two masks of flex attention have one text, and other contents."""
+
+    class Mask:
+        def __repr__(self):
+            return "Mask(shape=(2, 1, 1, 32))"
+
+    recorder, model = Recorder(monkeypatch), families.make_model("qwen3_5")
+    with gdn.patch_transformers(graphs=True), torch.no_grad():
+        steps = Steps(model, families.tokens(2, 20))
+        for _ in range(4):
+            steps(mask=Mask())
+    assert recorder.num_graphs == 0
 
 
 def test_options_are_checked():

@@ -188,6 +188,9 @@ class GraphedCall:
         """Replay, record, or run a step that is graphable; `name` is that of the cache among the inputs."""
         cache: Any = inputs.pop(name)
         leaves, spec = pytree.tree_flatten(inputs)
+        if not all(isinstance(x, (Tensor, *VALUES)) for x in leaves):
+            # an object, as the mask of flex attention, may hold what a replay would not see
+            return model(**inputs, **{name: cache})
         call_key = (_key_of(leaves, spec), _key_of_modes(model.device.type), self.model_key)
         for recording in itertools.chain(*self.recordings.values()):
             if recording.owner() is cache and recording.call_key == call_key and recording.is_current:
