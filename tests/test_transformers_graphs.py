@@ -3,6 +3,7 @@
 import copy
 import gc
 import time
+import types
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 
@@ -321,6 +322,29 @@ def test_two_threads_do_not_take_one_graph(monkeypatch):
         for ids, text in zip(prompts, found, strict=True):
             assert torch.equal(text, eager(model, ids))
         assert recorder.num_graphs == 2
+
+
+def test_the_kind_of_a_cache_has_its_classes_and_shared_memory():
+    """Buffers of two layers serve neither layers that share one nor layers of another class."""
+
+    class Layer:
+        def __init__(self, keys):
+            self.keys = keys
+
+    class Other(Layer):
+        pass
+
+    def key(*layers):
+        return graphing.CacheState(types.SimpleNamespace(layers=layers)).key()
+
+    def new():
+        return torch.zeros(2, 3)
+
+    one, both = new(), torch.zeros(4, 3)
+    apart = key(Layer(new()), Layer(new()))
+    assert apart == key(Layer(new()), Layer(new())) and apart != key(Layer(one), Layer(one))
+    assert apart != key(Layer(new()), Other(new()))
+    assert apart != key(Layer(both[:2]), Layer(both[2:])) != key(Layer(both[:2]), Layer(both[1:3]))
 
 
 def test_inputs_that_are_objects_are_not_recorded(monkeypatch):

@@ -67,6 +67,7 @@ class CacheState:
         self.value_places: list[tuple[Any, Any]] = []
         # a caller may keep them without their cache
         self.layers = [weakref.ref(layer) for layer in cache.layers]
+        self.kinds = (type(cache), *map(type, cache.layers))
         for layer in cache.layers:
             own = vars(layer)
             for holder in (own, *(x for x in own.values() if isinstance(x, dict))):
@@ -86,7 +87,11 @@ class CacheState:
     def key(self) -> Hashable:
         """Return what two caches have in common that one recording can serve."""
         names = tuple(name for _, name in self.tensor_places)
-        return names, tuple((x.shape, x.stride(), x.dtype) for x in self.tensors()), tuple(self.values())
+        # tensors of one memory must be so in both: the first one in each
+        first: dict[int, int] = {}
+        memories = [first.setdefault(x.untyped_storage().data_ptr(), i) for i, x in enumerate(self.tensors())]
+        sizes = ((x.shape, x.stride(), x.storage_offset(), x.dtype) for x in self.tensors())
+        return self.kinds, names, tuple(memories), tuple(sizes), tuple(self.values())
 
     def move_to(self, buffers: list[Tensor]) -> None:
         """Copy the tensors of the cache to `buffers`, which take their places."""
