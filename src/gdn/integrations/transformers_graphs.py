@@ -189,7 +189,7 @@ class GraphedCall:
         with self.lock:
             return self._call(model, name, inputs)
 
-    def _call(self, model: nn.Module, name: str, inputs: dict[str, Any]) -> Any:
+    def _call(self, model: Any, name: str, inputs: dict[str, Any]) -> Any:
         """Replay, record, or run a step that is graphable; `name` is that of the cache among the inputs."""
         cache: Any = inputs.pop(name)
         leaves, spec = pytree.tree_flatten(inputs)
