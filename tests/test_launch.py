@@ -354,6 +354,19 @@ def test_a_forked_process_waits_for_no_thread_of_its_parent():
         assert own.take() == ["second"]
 
 
+def test_a_call_that_is_interrupted_while_it_waits_is_no_call_any_more(monkeypatch):
+    own = background.Background(lambda job: None)
+
+    def interrupt(condition):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(own._changed, "wait_for", interrupt)
+    with pytest.raises(KeyboardInterrupt), own.call([1]):
+        pass
+    # else no job would ever start
+    assert own._num_calls == 0
+
+
 def test_a_process_ends_while_kernels_wait_for_the_background():
     """The thread ends with the job that it runs, and a job that raises ends nothing."""
     text = """

@@ -2,7 +2,10 @@
 
 import copy
 import gc
+import time
+import types
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -140,9 +143,9 @@ class Steps:
         self.cache = transformers.StaticCache(config=model.config, max_cache_len=length)
         model(ids[:, :start], **{families.CACHE: self.cache})
 
-    def __call__(self):
+    def __call__(self, **more):
         """Return the logits of the next token."""
-        rows, given = self.ids.shape[0], {families.CACHE: self.cache}
+        rows, given = self.ids.shape[0], {families.CACHE: self.cache, **more}
         given["position_ids"] = torch.full((rows, 1), self.at, device=self.ids.device)
         given["input_ids"] = self.ids[:, self.at : self.at + 1]
         self.at += 1
@@ -189,6 +192,27 @@ def test_a_graph_serves_the_next_cache(monkeypatch):
     assert len(graphing._calls) == 0
 
 
+def test_layers_without_their_cache_keep_their_contents(monkeypatch):
+    """The tensors of a cache are the graph's own: another cache may have them when no layer is left."""
+    Recorder(monkeypatch)
+    model, ids = families.make_model("qwen3_5"), families.tokens(2, 20)
+    with gdn.patch_transformers(graphs=True), torch.no_grad():
+        first = Steps(model, ids)
+        for _ in range(4):
+            first()
+        layers = first.cache.layers
+        kept = next(x for x in layers if hasattr(x, "keys"))
+        before = kept.keys.clone()
+        del first, layers
+        gc.collect()
+        second = Steps(model, ids.flip(1))
+        second()
+        assert torch.equal(kept.keys, before) and len(recordings(model)) == 2
+        del kept
+        gc.collect()
+        assert [x.is_idle for x in recordings(model)] == [True, False]
+
+
 def test_each_generate_of_a_kind_replays_one_graph(monkeypatch):
     recorder, model = Recorder(monkeypatch), families.make_model("qwen3_5")
     with gdn.patch_transformers(graphs=True):
@@ -226,6 +250,27 @@ def test_a_changed_model_is_recorded_again(monkeypatch, what):
     assert recorder.num_graphs == 2
 
 
+def test_a_live_cache_sees_a_changed_model(monkeypatch):
+    """A conversation goes on with its cache, and other weights or settings than its graph has."""
+    recorder, model = Recorder(monkeypatch), copy.deepcopy(families.make_model("qwen3_5"))
+    ids = families.tokens(2, 20)
+    with gdn.patch_transformers(graphs=True), torch.no_grad():
+        steps = Steps(model, ids)
+        for _ in range(4):
+            steps()
+        before, replays = model.lm_head.weight, recorder.num_replays
+        assert replays == 2
+        model.lm_head.weight = torch.nn.Parameter(-before.detach())
+        steps()
+        assert recorder.num_replays == replays
+        model.lm_head.weight = before
+        steps()
+        assert recorder.num_replays == replays + 1
+        monkeypatch.setenv("GDN_BACKEND", "eager")
+        steps()
+        assert recorder.num_replays == replays + 1
+
+
 def test_a_cache_with_other_tensors_or_values_is_not_replayed(monkeypatch):
     """reorder_cache replaces tensors, and a layer of a sliding window counts tokens in Python."""
     recorder, model = Recorder(monkeypatch), families.make_model("qwen3_5")
@@ -256,6 +301,65 @@ def test_a_cache_with_other_tensors_or_values_is_not_replayed(monkeypatch):
             assert families.error(logits, whole(model, ids)[:, 6:12]) <= 2e-5
             assert recorder.num_replays == before + isinstance(change, torch.Tensor)
             assert not any(x.owner() is changing.cache for x in recordings(model))
+
+
+def test_two_threads_do_not_take_one_graph(monkeypatch):
+    """Both find the graph of a cache that is gone."""
+    recorder, model = Recorder(monkeypatch), families.make_model("qwen3_5")
+    adopt = graphing.Recording.adopt
+
+    def adopt_slowly(*given):
+        time.sleep(0.3)
+        adopt(*given)
+
+    monkeypatch.setattr(graphing.Recording, "adopt", adopt_slowly)
+    with gdn.patch_transformers(graphs=True):
+        model.generate(families.tokens(2, 12), **options())
+        gc.collect()
+        prompts = [families.tokens(2, 12, seed=seed) for seed in (1, 2)]
+        with ThreadPoolExecutor(2) as pool:
+            found = list(pool.map(lambda ids: model.generate(ids, **options()), prompts))
+        for ids, text in zip(prompts, found, strict=True):
+            assert torch.equal(text, eager(model, ids))
+        assert recorder.num_graphs == 2
+
+
+def test_the_kind_of_a_cache_has_its_classes_and_shared_memory():
+    """Buffers of two layers serve neither layers that share one nor layers of another class."""
+
+    class Layer:
+        def __init__(self, keys):
+            self.keys = keys
+
+    class Other(Layer):
+        pass
+
+    def key(*layers):
+        return graphing.CacheState(types.SimpleNamespace(layers=layers)).key()
+
+    def new():
+        return torch.zeros(2, 3)
+
+    one, both = new(), torch.zeros(4, 3)
+    apart = key(Layer(new()), Layer(new()))
+    assert apart == key(Layer(new()), Layer(new())) and apart != key(Layer(one), Layer(one))
+    assert apart != key(Layer(new()), Other(new()))
+    assert apart != key(Layer(both[:2]), Layer(both[2:])) != key(Layer(both[:2]), Layer(both[1:3]))
+
+
+def test_inputs_that_are_objects_are_not_recorded(monkeypatch):
+    """Two masks of flex attention have one text, and other contents."""
+
+    class Mask:
+        def __repr__(self):
+            return "Mask(shape=(2, 1, 1, 32))"
+
+    recorder, model = Recorder(monkeypatch), families.make_model("qwen3_5")
+    with gdn.patch_transformers(graphs=True), torch.no_grad():
+        steps = Steps(model, families.tokens(2, 20))
+        for _ in range(4):
+            steps(mask=Mask())
+    assert recorder.num_graphs == 0
 
 
 def test_options_are_checked():

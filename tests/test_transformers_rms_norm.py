@@ -220,6 +220,14 @@ def test_compiled_graphs_and_exported_programs_have_the_operators_of_the_class(p
     assert len(graphs) == 3 and all("pow" in text and "mean" in text for text in graphs)
 
 
+@torch.no_grad()
+def test_a_trace_has_the_operators_of_the_class(patched, counts):
+    """torch.onnx.export(dynamo=False) traces, and translates no function with `out`."""
+    norm, x = make_norm(), torch.randn(3, 48)
+    traced = torch.jit.trace(norm, x, check_trace=False)
+    assert not counts and "pow" in str(traced.graph) and torch.equal(traced(2 * x), norm(2 * x))
+
+
 SAME = """
 import torch
 from torch import nn

@@ -14,6 +14,7 @@ import itertools
 import warnings
 import weakref
 from collections.abc import Callable, Hashable, Sized
+from threading import RLock
 from typing import Any
 
 import torch
@@ -42,7 +43,10 @@ def get_compiled_call(original: Callable[..., Any], active: Sized, is_served: Ca
     def get_compiled_call(self: Any, compile_config: Any) -> Any:
         if len(active) == 0 or self.device.type not in DEVICES or not is_served(self) or is_hooked(self):
             return original(self, compile_config)
-        return _calls.setdefault(self, GraphedCall(self))
+        call = _calls.setdefault(self, GraphedCall(self))
+        # `generate` asks once, before its steps
+        call.look_at(self)
+        return call
 
     return get_compiled_call
 
@@ -61,6 +65,9 @@ class CacheState:
     def __init__(self, cache: Any) -> None:
         self.tensor_places: list[tuple[Any, Any]] = []
         self.value_places: list[tuple[Any, Any]] = []
+        # a caller may keep them without their cache
+        self.layers = [weakref.ref(layer) for layer in cache.layers]
+        self.kinds = (type(cache), *map(type, cache.layers))
         for layer in cache.layers:
             own = vars(layer)
             for holder in (own, *(x for x in own.values() if isinstance(x, dict))):
@@ -80,7 +87,11 @@ class CacheState:
     def key(self) -> Hashable:
         """Return what two caches have in common that one recording can serve."""
         names = tuple(name for _, name in self.tensor_places)
-        return names, tuple((x.shape, x.stride(), x.dtype) for x in self.tensors()), tuple(self.values())
+        # tensors of one memory must be so in both: the first one in each
+        first: dict[int, int] = {}
+        memories = [first.setdefault(x.untyped_storage().data_ptr(), i) for i, x in enumerate(self.tensors())]
+        sizes = ((x.shape, x.stride(), x.storage_offset(), x.dtype) for x in self.tensors())
+        return self.kinds, names, tuple(memories), tuple(sizes), tuple(self.values())
 
     def move_to(self, buffers: list[Tensor]) -> None:
         """Copy the tensors of the cache to `buffers`, which take their places."""
@@ -92,8 +103,8 @@ class CacheState:
 class Recording:
     """Hold a recorded step: the tensors of its cache, its inputs, its outputs, and what replays it."""
 
-    def __init__(self, inputs_key: Hashable, leaves: list[Any], cache: Any, state: CacheState) -> None:
-        self.inputs_key = inputs_key
+    def __init__(self, call_key: Hashable, leaves: list[Any], cache: Any, state: CacheState) -> None:
+        self.call_key = call_key
         self.inputs = [x.clone() if isinstance(x, Tensor) else x for x in leaves]
         self.buffers, self.values = state.tensors(), state.values()
         # a graph must not keep its cache alive
@@ -111,8 +122,8 @@ class Recording:
 
     @property
     def is_idle(self) -> bool:
-        """Return True if the cache is gone."""
-        return self.owner() is None
+        """Return True if the cache and its layers are gone."""
+        return self.owner() is None and all(layer() is None for layer in self.state.layers)
 
     @property
     def is_current(self) -> bool:
@@ -155,21 +166,39 @@ class GraphedCall:
     def __init__(self, model: nn.Module) -> None:
         # weak, as `_calls` holds this object as long as the model lives
         self.model = weakref.ref(model)
+        self.model_key: Hashable = None
         self.recordings: dict[Hashable, list[Recording]] = {}
         # how many steps of a kind ran as they are; None: it cannot be recorded
         self.eager_steps: dict[Hashable, int | None] = {}
         self.pool: Any = None
+        # graphs share a pool: a replay of another thread would write where this one's logits are
+        self.lock = RLock()
+
+    def look_at(self, model: nn.Module) -> None:
+        """Find out what a recording has of the model now: it takes longer than a step may."""
+        key = _key_of_model(model)
+        # an equal key stays the same object, which is compared at once
+        if key != self.model_key:
+            self.model_key = key
 
     def __call__(self, **inputs: Any) -> Any:
         model, name = self.model(), next((n for n in CACHES if inputs.get(n) is not None), None)
         assert model is not None
         if name is None or not self._is_graphable(model, inputs, inputs[name]):
             return model(**inputs)
-        cache = inputs.pop(name)
+        with self.lock:
+            return self._call(model, name, inputs)
+
+    def _call(self, model: Any, name: str, inputs: dict[str, Any]) -> Any:
+        """Replay, record, or run a step that is graphable; `name` is that of the cache among the inputs."""
+        cache: Any = inputs.pop(name)
         leaves, spec = pytree.tree_flatten(inputs)
-        inputs_key = _key_of(leaves, spec)
+        if not all(isinstance(x, (Tensor, *VALUES)) for x in leaves):
+            # an object, as the mask of flex attention, may hold what a replay would not see
+            return model(**inputs, **{name: cache})
+        call_key = (_key_of(leaves, spec), _key_of_modes(model.device.type), self.model_key)
         for recording in itertools.chain(*self.recordings.values()):
-            if recording.owner() is cache and recording.inputs_key == inputs_key and recording.is_current:
+            if recording.owner() is cache and recording.call_key == call_key and recording.is_current:
                 return _with_cache(recording.step(leaves), name, cache)
 
         def run(given: list[Any], cache: Any) -> Any:
@@ -178,7 +207,7 @@ class GraphedCall:
             return output
 
         state = CacheState(cache)
-        key = (inputs_key, state.key(), _key_of_model(model))
+        key = (call_key, state.key())
         idle = next((x for x in self.recordings.get(key, ()) if x.is_idle), None)
         if idle is not None:
             idle.adopt(cache, state)
@@ -189,7 +218,7 @@ class GraphedCall:
                 self.eager_steps.clear()
             self.eager_steps[key] = None if steps is None else steps + 1
             return model(**inputs, **{name: cache})
-        recording = Recording(inputs_key, leaves, cache, state)
+        recording = Recording(call_key, leaves, cache, state)
         try:
             recording.record(run, self._memory())
         except RuntimeError as error:
@@ -247,7 +276,7 @@ def _key_of(leaves: list[Any], spec: Any) -> Hashable:
 
 
 def _key_of_model(model: Any) -> Hashable:
-    """Return what a recording has of a model and of PyTorch's modes: addresses, and what Python decides by.
+    """Return what a recording has of a model: addresses, and what Python decides by.
 
     Weights that are written in place are read by a replay. Weights that are replaced are not, and neither is
     an adapter that is switched, a scale, or another forward.
@@ -257,13 +286,16 @@ def _key_of_model(model: Any) -> Hashable:
         (type(m).forward, m.training, *(_plain(name, x) for name, x in vars(m).items() if name not in COMMON))
         for m in model.modules()
     )
-    kind = model.device.type
-    modes = (
+    return weights, modules, getattr(model.config, "_attn_implementation", None)
+
+
+def _key_of_modes(kind: str) -> Hashable:
+    """Return PyTorch's modes and gdn's settings that the kernels of a step depend on."""
+    return (
         torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind), torch.is_inference_mode_enabled(),
         torch.are_deterministic_algorithms_enabled(), torch.get_float32_matmul_precision(),
+        settings.of_call(),
     )  # fmt: skip
-    attention = getattr(model.config, "_attn_implementation", None)
-    return weights, modules, modes, attention, settings.of_call()
 
 
 def _plain(name: str, x: Any) -> Hashable:

@@ -11,8 +11,8 @@ On a GPU the class launches ten kernels in bf16, each of which takes a token as 
 step of 24 layers. Here they are three, with PyTorch's own norm between two conversions. The sum has another
 order there, and y + y * weight is in the place of y * (1 + weight), so last bits of fp32 differ.
 
-Left to the class's own forward: gradients, other devices, compiled graphs, export, transforms and dispatch
-modes, fake and meta tensors, tensor subclasses, and subclasses of the norm.
+Left to the class's own forward: gradients, other devices, compiled graphs, export, traces, transforms and
+dispatch modes, fake and meta tensors, tensor subclasses, and subclasses of the norm.
 """
 
 import functools
@@ -54,6 +54,8 @@ def with_rms_norm(cls: Any, active: Sized) -> Callable[..., Tensor]:
         weight, eps = self._parameters.get("weight"), self.eps
         if (
             type(self) is not cls
+            # an exported trace must not depend on `out`
+            or torch.jit.is_tracing()
             or not is_plain(x)
             or type(weight) is not nn.Parameter
             or type(eps) is not float

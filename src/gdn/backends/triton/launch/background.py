@@ -61,10 +61,11 @@ class Background(Generic[Job]):
         """
         with self._changed:
             self._num_calls += 1
-            for key in keys:
-                self._waiting.pop(key, None)
-            self._changed.wait_for(lambda: self._running is None or self._running not in keys)
         try:
+            with self._changed:
+                for key in keys:
+                    self._waiting.pop(key, None)
+                self._changed.wait_for(lambda: self._running is None or self._running not in keys)
             yield
         finally:
             with self._changed:
