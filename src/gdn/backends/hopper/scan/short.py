@@ -103,7 +103,7 @@ def locate_work(number, scan):
 
 
 @jit
-def load_chunks(begin, end, first, turn, scan, queue):
+def load_item_chunks(begin, end, first, turn, scan, queue):
     """Load the CTA's chunks from begin to end into the pipeline stages; `first` is the item's first one."""
     geometry = scan.geometry
     row = queue.field(turn, ROW, ONE_WARP)
@@ -135,7 +135,7 @@ def run_producer(scan, queue, states):
         # Each step waits for something that consumers do, in their order: they finish the item before, which
         # empties these stages, and then swap states.
         middle = gl.minimum(num_chunks + STAGES, end)
-        load_chunks(num_chunks, middle, num_chunks, turn, scan, queue)
+        load_item_chunks(num_chunks, middle, num_chunks, turn, scan, queue)
         # Wait even if no chunk was loaded: `solve` zeroes the counter in HBM, and the next kernel relies
         # on this kernel to complete only after everything before it has completed.
         gdc_wait()
@@ -146,7 +146,7 @@ def run_producer(scan, queue, states):
         if turn > 0:
             states.store_final(turn - 1, queue, config)
         states.load_initial(turn + 1, queue, config)
-        load_chunks(middle, end, num_chunks, turn, scan, queue)
+        load_item_chunks(middle, end, num_chunks, turn, scan, queue)
         num_chunks = end
         turn += 1
         length = queue.field(turn, LENGTH, ONE_WARP)
