@@ -97,15 +97,18 @@ def prefill(
             within a chunk computes up to 63 tokens again.
     Source: arXiv:2412.06464, section 3.3.
     """
-    held = dict.fromkeys(("remainder", "history_u", "history_k", "history_G", "cursor", "room"))
+    names = ("remainder", "history_u", "history_k", "history_G", "cursor", "room")
+    histories: dict[str, Any] = dict.fromkeys(names)
     if isinstance(state, HistoryPool):
-        held = vars(state)
+        # named one by one: Dynamo of PyTorch 2.11 breaks its graph at `vars` of a frozen dataclass
+        histories = {name: getattr(state, name) for name in names}
+        states, column_scale = state.state, state.column_scale
     else:
         states, column_scale = tensors_of(state)
-        held |= {"state": states, "column_scale": column_scale}
     problem = parse_prefill(
-        **held, q=q, k=k, v=v, cu_seqlens=cu_seqlens, g=g, beta=beta, a=a,
-        b=b, A_log=A_log, dt_bias=dt_bias, lower_bound=lower_bound, allow_neg_eigval=allow_neg_eigval,
+        **histories, state=states, column_scale=column_scale,
+        q=q, k=k, v=v, cu_seqlens=cu_seqlens, g=g, beta=beta, a=a, b=b, A_log=A_log,
+        dt_bias=dt_bias, lower_bound=lower_bound, allow_neg_eigval=allow_neg_eigval,
         scale=scale, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, state_v_first=state_v_first,
         batch_invariant=batch_invariant, state_index=state_index, out_state_index=out_state_index,
         has_initial_state=has_initial_state, update_state=update_state, checkpoints=checkpoints,
