@@ -12,8 +12,10 @@ from typing import Any
 import torch
 
 import gdn
+
+# where it is used: earlier trees, which `gdn bench compare` measures, have it in another module
+from gdn.ops.prefill import parse_prefill
 from gdn.problem import DecodeProblem, PrefillProblem, parse
-from gdn.problem.prefill import parse_prefill
 from gdn.problem.serving import parse_decode
 from gdn.testing.cases import Case, packed
 from gdn.testing.tensors import Inputs
