@@ -62,6 +62,13 @@ def test_refusals():
         api.warmup("cpu", **TINY, engines="vllm")
     with pytest.raises(ValueError, match="gates: expected some of raw, active, got 'a'"):
         api.warmup("cpu", **TINY, gates=("a",))
+    with pytest.raises(TypeError, match="state_dtypes: expected floats, int16 or int8, got torch.bool"):
+        api.warmup("cpu", **TINY, state_dtypes=(torch.bool,))
+    match = "state_dtypes: expected floats for engine 'vllm', got torch.int16, which gdn and history alone"
+    with pytest.raises(ValueError, match=match):
+        api.warmup("cpu", **TINY, state_dtypes=(torch.int16,), engines=("gdn", "vllm"))
+    with pytest.raises(ValueError, match="got torch.int8, which history alone takes"):
+        api.warmup("cpu", **TINY, state_dtypes=(torch.int8,))
     with pytest.raises(TypeError, match="index_dtype: expected int32 or int64, got torch.int16"):
         api.warmup("cpu", **TINY, index_dtype=torch.int16)
 
@@ -415,7 +422,7 @@ def own_prompts(pool, gates, index_dtype, state_v_first):
         index = torch.arange(N).to(index_dtype)
         x |= {"state": pool, "cu_seqlens": torch.arange(N + 1).to(index_dtype) * 66, "state_index": index}
         begins, splits = {"has_initial_state": index < 1}, {"out_state_index": index + N}
-        kept = torch.zeros(2 * N, *pool.shape[1:])
+        kept = pool_of(2 * N, HV=HV, K=K, V=V, v_first=state_v_first)
         kept = {"checkpoints": kept, "checkpoint_every": 64, "checkpoint_offsets": index * 2}
         snapshot = {"snapshot_pos": index + 64, "snapshot_index": index + 12}
         for more in (
@@ -441,6 +448,42 @@ def history_calls(pool, gates=("raw",), index_dtype=torch.int32, state_v_first=T
         yield lambda held=held, index=index: gdn.fold_history(held, index, **layout)
 
 
+def int16_calls(pool, gates=("raw",), index_dtype=torch.int32, state_v_first=True):
+    """Yield the calls of an engine whose pools have states in int16; `pool` has no states of its own."""
+    sizes = {"num_v_heads": HV, "head_k_dim": K, "head_v_dim": V, "state_v_first": state_v_first}
+    pool, ring = gdn.allocate_int16_pool(32, **sizes), gdn.allocate_int16_pool(9, 4, **sizes)
+    layers, kept = gdn.allocate_int16_pool(2, 32, **sizes), torch.zeros(3, 4, *pool.state.shape[1:])
+    index, layout = ints(3, 1, 2, dtype=index_dtype), {"state_v_first": state_v_first}
+    for T, lead in ((1, (3, 1)), (4, (3, 4)), (4, (1, 9))):
+        x, a, b = tokens(*lead, gates="raw")
+        x |= {"a": a, "b": b, "A_log": HEADS[0], "dt_bias": HEADS[1], "state": pool, **layout}
+        if lead[0] == 1:
+            x |= {"cu_seqlens": ints(0, 4, 5, 9, dtype=index_dtype), "max_seqlen": 4}
+        table = torch.arange(3 * T).to(index_dtype).view(3, T)
+        verify = {"read_index": index, "write": "none", "intermediate": kept}
+        for where in (
+            {"read_index": index}, {"read_index": index, "write_index": index + 3},
+            {"state": ring, "read_index": index, "ring_pos": index, "write": "all"},
+            {"read_index": table, "num_accepted": index, "write_index": table, "write": "all"},
+            verify, verify | {"parent": table, "intermediate_row": index},
+        ):  # fmt: skip
+            for is_rounded in (False, True):
+                yield lambda x=x, where=where, r=is_rounded: api.decode(**{**x, **where}, round_state=r)
+    yield from own_prompts(pool, "raw", index_dtype, state_v_first)
+    heads = {"num_k_heads": H, "head_k_dim": K, "head_v_dim": V, **layout}
+    mixed, logits = torch.randn(3, D).to(BF16), torch.randn(3, HV).to(BF16)
+    yield lambda: api.decode_packed(mixed, logits, logits, *HEADS, pool, **heads, read_index=index)
+    windows, weight = torch.zeros(9, D, W - 1, dtype=BF16), torch.zeros(D, W, dtype=BF16)
+    gated = {"z": torch.randn(3, HV, V).to(BF16), "norm_weight": torch.ones(V, dtype=BF16)}
+    for norm in ({}, gated):
+        yield lambda norm=norm: api.decode_step(
+            mixed, windows, weight, None, logits, logits, *HEADS, pool, **heads, **norm, read_index=index
+        )
+    moved = torch.stack([kept] * 2)
+    for extra in ({}, {"extra_dst_index": index + 3, "extra_step": index}):
+        yield lambda extra=extra: gdn.commit(layers, moved, index, index, index, **extra, **layout)
+
+
 CALLS = {
     "history": history_calls,
     "gdn": own_calls,
@@ -457,6 +500,8 @@ CALLS = {
         ("gdn", BF16, {}),
         ("gdn", torch.float32, {}),
         ("gdn", torch.float32, {"index_dtype": torch.int64}),
+        ("gdn", torch.int16, {}),
+        ("gdn", torch.int16, {"index_dtype": torch.int64, "state_v_first": False}),
         ("gdn", torch.float32, {"gates": ("active",), "state_v_first": False}),
         ("gdn", BF16, {"gates": ("raw", "active"), "index_dtype": torch.int64, "state_v_first": False}),
         ("vllm", BF16, {}),
@@ -473,13 +518,15 @@ def test_nothing_is_left_to_compile(record_binaries, engine, state_dtype, option
     """Every binary that the engine's calls launch is among those of the warmup, on an imagined H200."""
     asked = {"state_dtypes": (state_dtype,), "engines": (engine,), "backend": "triton", **options}
     warmed = record_binaries(lambda: api.warmup("cpu", **SIZES, **asked))
-    pool = pool_of(32, HV=HV, K=K, V=V, dtype=state_dtype)
-    for number, call in enumerate(CALLS[engine](pool, **options)):
+    is_int16 = state_dtype == torch.int16
+    pool = None if is_int16 else pool_of(32, HV=HV, K=K, V=V, dtype=state_dtype)
+    calls = int16_calls if is_int16 else CALLS[engine]
+    for number, call in enumerate(calls(pool, **options)):
         missing = record_binaries(call) - warmed
         assert not missing, (number, sorted(job.name for job in missing))
     # the comparison can fail: another head size needs another binary
     other = record_binaries(lambda: api.warmup("cpu", **{**SIZES, "head_v_dim": 64}, **asked))
-    assert record_binaries(next(CALLS[engine](pool, **options))) - other
+    assert record_binaries(next(calls(pool, **options))) - other
 
 
 @needs_triton

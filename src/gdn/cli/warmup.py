@@ -15,6 +15,7 @@ from gdn.cli.console import Device, check_choice, console, find_device, need_pac
 from gdn.cli.options import take_options
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+STATE_DTYPES = {**DTYPES, "int16": torch.int16, "int8": torch.int8}
 SIZES = "K x V of a head, such as 128x128, or one number for both."
 
 
@@ -25,7 +26,7 @@ class WarmupOptions:
     heads: Annotated[str | None, typer.Option(help="Key heads / value heads, such as 16/32.")] = None
     head_dims: Annotated[str, typer.Option(help=SIZES)] = "128"
     dtypes: Annotated[str, typer.Option(help="Some of bf16, fp16, fp32, with commas.")] = "bf16"
-    state_dtypes: Annotated[str, typer.Option(help="Dtypes of the pools, with commas.")] = "fp32"
+    state_dtypes: Annotated[str, typer.Option(help="Some of bf16, fp16, fp32, int16, int8.")] = "fp32"
     conv_size: Annotated[int, typer.Option(min=1, help="Taps of the convolution.")] = 4
     max_tokens: Annotated[int, typer.Option(min=1, help="Longest packet of drafts.")] = 4
     max_rows: Annotated[int, typer.Option(min=1, help="Most prompts in a batch.")] = 256
@@ -87,8 +88,8 @@ def arguments_of(options: WarmupOptions) -> dict[str, Any]:
     K, V = numbers("head-dims", options.head_dims, "x")
     return {
         "num_k_heads": H, "num_v_heads": HV, "head_k_dim": K, "head_v_dim": V,
-        "dtypes": find_dtypes("dtypes", options.dtypes),
-        "state_dtypes": find_dtypes("state-dtypes", options.state_dtypes),
+        "dtypes": find_dtypes("dtypes", options.dtypes, DTYPES),
+        "state_dtypes": find_dtypes("state-dtypes", options.state_dtypes, STATE_DTYPES),
         "conv_size": options.conv_size, "max_tokens": options.max_tokens, "max_rows": options.max_rows,
         "engines": words(options.engines), "gates": words(options.gates), "decay": options.decay,
         "use_qk_l2norm_in_kernel": options.l2norm, "state_v_first": options.state_v_first,
@@ -104,9 +105,9 @@ def numbers(option: str, text: str, separator: str) -> tuple[int, int]:
     return int(parts[0]), int(parts[-1])
 
 
-def find_dtypes(option: str, text: str) -> tuple[torch.dtype, ...]:
-    """Return dtypes by their short names, which commas separate."""
-    return tuple(DTYPES[check_choice(f"--{option}", name, DTYPES)] for name in words(text))
+def find_dtypes(option: str, text: str, dtypes: dict[str, torch.dtype]) -> tuple[torch.dtype, ...]:
+    """Return some of `dtypes` by their short names, which commas separate."""
+    return tuple(dtypes[check_choice(f"--{option}", name, dtypes)] for name in words(text))
 
 
 def words(text: str) -> tuple[str, ...]:

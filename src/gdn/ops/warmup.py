@@ -13,7 +13,7 @@ import torch
 from gdn.ops.warmup_calls import ENGINES, layer, windows
 from gdn.ops.warmup_history import history
 from gdn.ops.warmup_sizes import Sizes
-from gdn.problem.warmup import check_index_dtype, check_names
+from gdn.problem.warmup import check_index_dtype, check_names, check_state_dtypes
 
 
 def warmup(
@@ -46,7 +46,8 @@ def warmup(
         num_k_heads, num_v_heads    H, HV
         head_k_dim, head_v_dim      K, V
         conv_size                   W, taps of the causal convolution
-        dtypes, state_dtypes        dtypes of activations and raw logits, and of the pools
+        dtypes, state_dtypes        dtypes of activations and raw logits, and of the pools: floats; int16 for
+                                    "gdn" (an `Int16Pool`) and "history", int8 for "history"
         dt_bias_dtype               dtype of dt_bias; A_log is assumed to be fp32
         max_tokens                  length of the longest packet of `decode`
         max_rows                    most prompts in one batch: tile sizes depend on their number
@@ -68,7 +69,8 @@ def warmup(
         names, their number and the seconds. A second warmup with the same arguments names none.
     `gdn warmup --save` does the same and ships the kernels to other machines: see `load_kernels`.
     No tensor of the caller is read or written. On `eager` no kernel is compiled; only torch initialises.
-    Raises: as the functions themselves; ValueError for an unknown engine.
+    Raises: as the functions themselves; ValueError for an unknown engine, or one whose states are not
+            integers; TypeError for another dtype of states.
     Cost:   the compile time; memory for max_rows prompts of 65 tokens and as many states, and for one prompt
             of 4096 tokens.
     """
@@ -76,6 +78,7 @@ def warmup(
     check_names("gates", gates, ("raw", "active"))
     check_names("decay", (decay,), ("head", "channel"))
     check_index_dtype(index_dtype)
+    check_state_dtypes(state_dtypes, engines)
     lines = []
     for dtype in dtypes:
         usual = Sizes(

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from gdn.ops import conv as short_conv
 from gdn.ops.gate import gate
+from gdn.ops.int16 import Int16Pool
 from gdn.ops.norm import rms_norm_gated
 from gdn.ops.prefill import commit, prefill
 from gdn.ops.replay import replay_commit, replay_decode
@@ -85,13 +86,17 @@ def _decode(s: Sizes, form: str, gates: str, lead: tuple[int, int], **where: Any
     return "decode", f"{form} {gates}", partial(decode, **given, **where)
 
 
-def _packed(s: Sizes, pool: Tensor, **where: Any) -> Call:
+def _packed(s: Sizes, pool: Tensor | Int16Pool, **where: Any) -> Call:
     widths: dict[str, Any] = {"num_k_heads": s.H, "head_k_dim": s.K, "head_v_dim": s.V, **s.conventions}
     return "decode_packed", "", partial(decode_packed, s.mixed(1), **s.raw(1), state=pool, **widths, **where)
 
 
+def _dtype_of(pool: Tensor | Int16Pool) -> torch.dtype:
+    return pool.dtype if isinstance(pool, Tensor) else pool.state.dtype
+
+
 def _prefill(
-    s: Sizes, gates: str, pool: Tensor, prompts: list[tuple[int, int]] | None = None, *,
+    s: Sizes, gates: str, pool: Tensor | Int16Pool, prompts: list[tuple[int, int]] | None = None, *,
     index: torch.dtype | None = None, begins: bool = False, splits: bool = False, checkpoints: bool = False,
     snapshots: bool = False, **options: Any,
 ) -> Iterator[Call]:  # fmt: skip
@@ -100,14 +105,14 @@ def _prefill(
     for N, T in s.prompts() if prompts is None else prompts:
         given = {**s.tokens(1, N * T), **getattr(s, gates)(1, N * T), **s.conventions}
         slots = s.index(N, dtype=index)
-        where: dict[str, Any] = {"state": pool[:1].repeat(2 * N, *(1 for _ in pool.shape[1:]))}
+        where: dict[str, Any] = {"state": s.pool(_dtype_of(pool), 2 * N)}
         where |= {"cu_seqlens": s.offsets(N, T), "state_index": slots}
         if begins:
             where["has_initial_state"] = torch.zeros(N, dtype=torch.bool, device=s.device)
         if splits:
             where["out_state_index"] = slots + N
         if checkpoints:
-            where["checkpoints"] = torch.zeros(N * (T // 64) + 1, *pool.shape[1:], device=s.device)
+            where["checkpoints"] = s.states(torch.float32, N * (T // 64) + 1)
             where |= {"checkpoint_every": 64, "checkpoint_offsets": slots}
         if snapshots:
             where |= {"snapshot_pos": slots, "snapshot_index": slots + N}
@@ -118,19 +123,20 @@ def _prefill(
 
 def own(s: Sizes, dtype: torch.dtype) -> Iterator[Call]:
     """Yield calls of the public functions in each protocol, with the gates and indices of `s`."""
-    pool, row = s.pool(dtype, s.T + 1), s.index(1)
+    pool, row, is_int16 = s.pool(dtype, s.T + 1), s.index(1), dtype == torch.int16
+    layers = s.pool(dtype, 1, s.T + 1)
+    layout: dict[str, Any] = {"state_v_first": s.v_first} if is_int16 else {}
     for T in sorted({1, s.T}):
-        kept = s.pool(dtype, 1, T)
-        functional = partial(decode_functional, state=pool[:1], **s.conventions)
-        for gates in s.gates:
+        functional = partial(decode_functional, state=s.kept(dtype, 1), **s.conventions)
+        for gates in () if is_int16 else s.gates:
             given = {**s.tokens(1, T), **getattr(s, gates)(1, T)}
             yield "decode_functional", f"T={T} {gates}", partial(functional, **given)
-        once = partial(commit, pool[None], kept[None], row, row, row)
+        once = partial(commit, layers, s.kept(dtype, 1, 1, T), row, row, row, **layout)
         yield "commit", f"T={T}", once
         yield "commit", f"T={T} tracked", partial(once, extra_dst_index=row + 1, extra_step=row)
     for gates in s.gates:
         yield from _protocols(s, dtype, gates)
-        for T in s.packets():
+        for T in () if is_int16 else s.packets():
             yield from _packets(s, dtype, gates, T) if min(PLACES) >= T else ()
         yield from _prefills(s, gates, pool)
     by_offsets: dict[str, Any] = {"cu_seqlens": s.offsets(1, 1), "max_seqlen": 1}
@@ -147,11 +153,11 @@ def _protocols(s: Sizes, dtype: torch.dtype, gates: str) -> Iterator[Call]:
     pool, row = s.pool(dtype, s.T + 1), s.index(1)
     by_offsets: dict[str, Any] = {"cu_seqlens": s.offsets(1, s.T), "max_seqlen": s.T}
     for T, rows in ((1, {}), (s.T, {}), (s.T, by_offsets)):
-        ring, kept, table = s.pool(dtype, 2, 2), s.pool(dtype, 1, T), s.index(1, T)
+        ring, kept, table = s.pool(dtype, 2, 2), s.kept(dtype, 1, T), s.index(1, T)
         here: dict[str, Any] = {"state": pool, "read_index": row}
         verify = here | {"write": "none", "intermediate": kept}
         forms: dict[str, dict[str, Any]] = {
-            "rows": {"state": pool[:1]},
+            "rows": {"state": s.pool(dtype, 1)},
             "index": here,
             "P1": here | {"state": ring, "ring_pos": row, "write": "all"},
             "P2": here | {"read_index": table, "num_accepted": row, "write_index": table, "write": "all"},
@@ -168,7 +174,7 @@ def _protocols(s: Sizes, dtype: torch.dtype, gates: str) -> Iterator[Call]:
                 yield _decode(s, f"{form} rounded", gates, (1, T), **where, **rows, round_state=True)
 
 
-def _prefills(s: Sizes, gates: str, pool: Tensor) -> Iterator[Call]:
+def _prefills(s: Sizes, gates: str, pool: Tensor | Int16Pool) -> Iterator[Call]:
     """Yield prefill calls.
 
     The kernels of the rule depend on the number of prompts, and where they update the pool in place on the
@@ -188,7 +194,7 @@ def _prefills(s: Sizes, gates: str, pool: Tensor) -> Iterator[Call]:
 
 
 def _steps(
-    s: Sizes, pool: Tensor, row: Tensor, taps: torch.dtype | None = None,
+    s: Sizes, pool: Tensor | Int16Pool, row: Tensor, taps: torch.dtype | None = None,
     norm_dtype: torch.dtype | None = None, **options: Any,
 ) -> Iterator[Call]:  # fmt: skip
     """Yield calls of decode_step, with a norm and without; tile sizes depend on the number of rows."""
@@ -293,11 +299,12 @@ def sglang(s: Sizes, dtype: torch.dtype) -> Iterator[Call]:
                 verify |= {"cu_seqlens": s.offsets(1, s.T), "max_seqlen": s.T, "parent": parent}
                 form = f"sglang verify T={s.T}"
                 yield _decode(s, form, gates, (1, s.T), state=pool, intermediate_row=rows, **verify)
+    moves: list[tuple[Tensor, Tensor]] = [(pool[None], kept[None]), *windows]
     for step in (row, wide):
         tracked: list[dict[str, Any]] = [{}, {"extra_dst_index": wide, "extra_step": step}]
         for rows in (row, wide):
             for more in tracked:
-                for moved in ((pool[None], kept[None]), *windows):
+                for moved in moves:
                     yield "commit", f"sglang T={s.T}", partial(commit, *moved, row, rows, step, **more)
     # a kernel of channels gets logits, and writes the pool
     gates = "raw" if s.is_per_channel else "active"

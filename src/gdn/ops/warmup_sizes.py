@@ -6,6 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gdn.ops.int16 import Int16Pool
+
 LENGTH = 65  # tokens of a prompt: one whole chunk and one ragged chunk
 LONG = 4096  # tokens of a prompt so long that dispatch may choose other kernels
 
@@ -75,7 +77,18 @@ class Sizes:
         g = torch.zeros(*lead, *self.decay_shape, device=self.device)
         return {"g": g, "beta": torch.zeros(*lead, self.HV, device=self.device)}
 
-    def pool(self, dtype: torch.dtype, *lead: int) -> Tensor:
+    def pool(self, dtype: torch.dtype, *lead: int) -> Any:
+        """Return states of zeros, an `Int16Pool` in int16."""
+        if dtype != torch.int16:
+            return self.states(dtype, *lead)
+        scales = torch.zeros(*lead, self.HV, self.V, device=self.device)
+        return Int16Pool(self.states(dtype, *lead), scales)
+
+    def kept(self, dtype: torch.dtype, *lead: int) -> Tensor:
+        """Return states of zeros as drafts keep them: in the pool's dtype, in fp32 for int16."""
+        return self.states(torch.float32 if dtype == torch.int16 else dtype, *lead)
+
+    def states(self, dtype: torch.dtype, *lead: int) -> Tensor:
         last = (self.V, self.K) if self.v_first else (self.K, self.V)
         return torch.zeros(*lead, self.HV, *last, dtype=dtype, device=self.device)
 
