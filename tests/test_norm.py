@@ -113,6 +113,63 @@ def test_a_row_does_not_depend_on_the_others(backend, device):
     assert whole[:50].isfinite().all() and whole[51:].isfinite().all()
 
 
+def zero_centred_inputs(dtype, device):
+    """Return x of a token, of heads of a wider projection, of many rows, of other orders, and of no row."""
+    x = 3 * torch.randn(2, 7, 4, 96, device=device).to(dtype)
+    token, heads = x[:1, :1, 0].contiguous(), x[..., :48]
+    return {
+        "token": token, "heads": heads, "heads of a token": x[0, 0][None, None, :, 48:],
+        "rows": x.flatten(0, 2)[:, :20], "expanded": token.expand(3, 1, 96),
+        "one axis": token[0, 0], "no row": x[:0, :, 0, :48],
+        "one column": x[..., :1], "wide": torch.randn(2, 8200, device=device).to(dtype),
+        "transposed": heads.transpose(0, 2), "every second column": x[..., ::2], "axes apart": x[:, ::2],
+        "no column": x[..., :0],
+    }  # fmt: skip
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize("weight_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", list(TOLERANCE))
+def test_zero_centred(backend, device, dtype, weight_dtype, monkeypatch):
+    """Compare each layout with fp64; results have the strides of empty_like, and no input is written."""
+    if dtype == torch.float64 and backend != "eager":
+        pytest.skip("fp64 is eager's")
+    monkeypatch.setenv("GDN_BACKEND", backend)
+    # fp64 is computed in fp32, as the class does
+    limit = max(TOLERANCE[dtype], TOLERANCE[torch.float32])
+    for name, x in zero_centred_inputs(dtype, device).items():
+        weight, before = torch.randn(x.shape[-1], device=device).to(weight_dtype), x.clone()
+        y = gdn.ops.norm.rms_norm_zero_centred(x, weight, 0.25)
+        assert y.dtype == dtype and y.shape == x.shape and y.stride() == torch.empty_like(x).stride(), name
+        assert torch.equal(x, before), name
+        if y.numel():
+            gain = 1 + exact_leaf(weight)
+            expected = reference_norm(exact_leaf(x), None, gain, eps=0.25, activation=None)
+            assert relative_error(y, expected) <= limit, name
+
+
+@pytest.mark.interpret
+def test_zero_centred_is_one_launch_whose_rows_are_independent(triton_device, monkeypatch):
+    """Heads of a projection are read in place, and a row has the same bits alone as among others."""
+    from gdn.backends.triton.launch import record_launches
+
+    monkeypatch.setenv("GDN_BACKEND", "triton")
+    norm = gdn.ops.norm.rms_norm_zero_centred
+    given = zero_centred_inputs(torch.bfloat16, triton_device)
+    for name, x in given.items():
+        with record_launches([]) as launches:
+            norm(x, torch.ones(x.shape[-1], device=triton_device), 1e-6)
+        composed = ("wide", "transposed", "every second column", "axes apart", "no column")
+        # a launch of no program is none
+        assert len(launches) == (name not in (*composed, "no row")), name
+    weight, many = torch.randn(48, device=triton_device), given["heads"].clone()
+    many[1, 3, 2] = torch.nan
+    y = norm(many, weight, 1e-6)
+    assert torch.equal(y[0, 0], norm(many[0, 0], weight, 1e-6)) and y[1, 3, 2].isnan().all()
+    y[1, 3, 2] = 0
+    assert y.isfinite().all()
+
+
 @pytest.mark.interpret
 def test_gate_fails_wrong_answers(backend, device):
     dtype = FINEST[backend]

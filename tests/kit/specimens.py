@@ -13,8 +13,10 @@ from unittest.mock import patch
 import torch
 
 import gdn
+from gdn.backends.triton import BACKEND as TRITON
 from gdn.ops.conv import convolve_and_split
 from gdn.problem import Problem, parse
+from gdn.problem.layer import NormProblem
 from gdn.problem.propagate import PropagateProblem, RunStep
 from gdn.testing import Case, inputs, packed, rows
 from gdn.testing.accuracy import run
@@ -342,6 +344,12 @@ def norm(dtype: torch.dtype, D: int, activation: str | None, is_gated: bool) -> 
         torch.autograd.grad(y, (x, z, weight) if is_gated else (x, weight), y)
 
     return call
+
+
+def zero_centred_norm(dtype: torch.dtype, D: int) -> Callable[[], Any]:
+    x, weight = torch.randn(2, 3, 4, 2 * D, dtype=dtype)[..., :D], torch.ones(D, dtype=dtype)
+    problem = NormProblem(x=x, z=None, weight=weight, eps=1e-6, activation=None, backend="triton")
+    return lambda: TRITON.rms_norm_zero_centred(problem)
 
 
 def conv(
@@ -864,6 +872,9 @@ OTHERS = {
     "norm bf16": (norm, (BF16, 128, "silu", True), EVERYWHERE),
     "norm fp32": (norm, (FP32, 60, "sigmoid", True), TUNED),
     "norm fp16": (norm, (FP16, 256, None, False), TUNED),
+    "zero-centred norm bf16": (zero_centred_norm, (BF16, 2048), EVERYWHERE),
+    "zero-centred norm fp32": (zero_centred_norm, (FP32, 7168), TUNED),
+    "zero-centred norm fp16 of heads": (zero_centred_norm, (FP16, 256), TUNED),
     "conv bf16": (conv, (BF16, 4, "silu", False, False), EVERYWHERE),
     "conv fp32": (conv, (FP32, 3, None, True, True), EVERYWHERE),
     "conv bf16 of parts": (conv_of_parts, (BF16,), TUNED),

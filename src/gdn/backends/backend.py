@@ -110,7 +110,8 @@ class Backend:
     appends_history(problem)                 -> True if decode_with_history appends to the histories, False if
                                                 it folds them and decodes plainly
     The other functions are the stages of `gdn.stages`, the serving functions, and the convolution, gate and
-    norm of a layer. Their signatures are those of the public functions in `ops`, after checking.
+    norms of a layer. Their signatures are those of the functions in `ops`, after checking. The RMS norms take
+    a `NormProblem`; that of rms_norm_zero_centred has a weight and no z.
     """
 
     name: str
@@ -157,5 +158,6 @@ class Backend:
     causal_conv1d_update: Callable[..., Any]
     rms_norm_gated: Callable[..., Any]
     rms_norm_gated_bwd: Callable[..., Any]
+    rms_norm_zero_centred: Callable[..., Any]
     refuses_backward: Callable[[Problem], str | None] | None = None
     refuses_recurrent: Callable[[Problem], str | None] | None = None

@@ -8,8 +8,8 @@ bits are the same. A mean is its own sum and division, numbers are tensors, and 
 earlier ones: a prompt's norm allocates one tensor of its size for the class's four.
 
 On a GPU the class launches ten kernels in bf16, each of which takes a token as long as the next: 610 of a
-step of 24 layers. Here they are three, with PyTorch's own norm between two conversions. The sum has another
-order there, and y + y * weight is in the place of y * (1 + weight), so last bits of fp32 differ.
+step of 24 layers. Here each norm is one of gdn's kernels, 61 of such a step. The sum has another order there,
+so last bits of fp32 differ. Without Triton, and for rows that the kernel does not take, it is three kernels.
 
 Left to the class's own forward: gradients, other devices, compiled graphs, export, traces, transforms and
 dispatch modes, fake and meta tensors, tensor subclasses, and subclasses of the norm.
@@ -24,6 +24,9 @@ import torch
 from torch import Tensor, nn
 
 from gdn._torch_compat import is_plain
+from gdn.integrations.fallback import call_with_fallback
+from gdn.integrations.transformers_calls import warn
+from gdn.ops.norm import rms_norm_zero_centred
 
 F32 = torch.float32
 # all that the two functions of such a class name
@@ -64,7 +67,14 @@ def with_rms_norm(cls: Any, active: Sized) -> Callable[..., Tensor]:
             or (torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad))
         ):
             return forward(self, x)
-        return normalise(x, weight, eps) if x.is_cpu else normalise_in_three(x, weight, eps)
+        if x.is_cpu:
+            return normalise(x, weight, eps)
+        return call_with_fallback(
+            "the zero-centred norm",
+            lambda: rms_norm_zero_centred(x, weight, eps),
+            lambda: forward(self, x),
+            warn,
+        )
 
     return forward_or_norm
 
@@ -77,13 +87,6 @@ def normalise(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     rstd = y.sum(-1, keepdim=True).div_(count).add_(epsilon).rsqrt_()
     torch.mul(wide, rstd, out=y).mul_(weight.float() + one)
     return y if x.dtype == F32 else y.to(x.dtype)
-
-
-def normalise_in_three(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Return the norm of x [..., D] in its dtype by three kernels, two for fp32; weight [D]."""
-    y = nn.functional.rms_norm(x.float(), x.shape[-1:], None, eps)
-    # `out` takes the conversion into the same kernel
-    return torch.addcmul(y, y, weight, out=torch.empty_like(x))
 
 
 @functools.lru_cache(maxsize=64)

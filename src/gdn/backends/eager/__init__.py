@@ -7,7 +7,7 @@ from gdn.backends.eager.conv import causal_conv1d, causal_conv1d_bwd, causal_con
 from gdn.backends.eager.decode import decode
 from gdn.backends.eager.gate import gate, gate_bwd
 from gdn.backends.eager.history import appends_history, decode_with_history, fold_history
-from gdn.backends.eager.norm import rms_norm_gated, rms_norm_gated_bwd
+from gdn.backends.eager.norm import rms_norm_gated, rms_norm_gated_bwd, rms_norm_zero_centred
 from gdn.backends.eager.prefill import commit, prefill
 from gdn.backends.eager.propagate import propagate_states
 from gdn.backends.eager.recurrent import recurrent_forward
@@ -33,6 +33,7 @@ BACKEND = Backend(
     causal_conv1d_update=causal_conv1d_update,
     rms_norm_gated=rms_norm_gated,
     rms_norm_gated_bwd=rms_norm_gated_bwd,
+    rms_norm_zero_centred=rms_norm_zero_centred,
     chunk_cumsum=stages.chunk_cumsum,
     chunk_cumsum_bwd=stages.chunk_cumsum_bwd,
     chunk_gate_cumsum=stages.chunk_gate_cumsum,

@@ -1,4 +1,4 @@
-"""Compute the gated RMS norm, in blocks of rows that stay in cache, and the l2 norm of queries and keys.
+"""Compute the gated RMS norm, in blocks of rows that stay in cache, the zero-centred one, and the l2 norm.
 
 y = weight * n * act(z);   n = x * rstd;   rstd = rsqrt(mean(x * x) + eps)
 dn = weight * act(z) * dy;   dx = rstd * (dn - n * mean(n * dn))
@@ -56,6 +56,18 @@ def rms_norm_gated_bwd(problem: NormProblem, dy: Tensor) -> tuple[Tensor, Tensor
             dn = dn * weight
         part.copy_(rstd * (dn - n * (n * dn).mean(-1, keepdim=True)))
     return dx, dz, None if dweight is None else dweight.to(problem.weight.dtype)  # type: ignore[union-attr]
+
+
+def rms_norm_zero_centred(problem: NormProblem) -> Tensor:
+    """Return (x * rsqrt(mean(x * x) + eps)) * (1 + weight), in fp32 and with the strides of empty_like(x).
+
+    Three operators, two for fp32. y + y * weight is in the place of y * (1 + weight).
+    """
+    x, weight = problem.x, problem.weight
+    assert weight is not None
+    y = torch.nn.functional.rms_norm(x.float(), x.shape[-1:], None, problem.eps)
+    # `out` takes the conversion into the same kernel
+    return torch.addcmul(y, y, weight, out=torch.empty_like(x))
 
 
 def _row_blocks(first: Tensor, *others: Tensor | None) -> Iterator[tuple[Tensor, list[Tensor | None]]]:

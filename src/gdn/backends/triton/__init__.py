@@ -66,6 +66,7 @@ SLOTS = {
     "causal_conv1d_update": "layer.conv_update",
     "rms_norm_gated": "layer.norm",
     "rms_norm_gated_bwd": "layer.norm",
+    "rms_norm_zero_centred": "layer.norm",
     "gate": "layer.gate",
     "gate_bwd": "layer.gate",
     "chunk_cumsum": "stages.cumsum",

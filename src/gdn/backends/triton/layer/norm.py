@@ -2,9 +2,10 @@
 
     y = weight * n * act(z);   n = x * rstd;   rstd = rsqrt(mean(x * x) + eps)
     dn = weight * act(z) * dy;   dx = rstd * (dn - n * mean(n * dn));   dweight = sum(n * act(z) * dy)
+    zero-centred, forward only:   y = n * (1 + weight)
 
 Rows have two strides (outer and inner), so heads of a wider projection need no copy. Bytes per element in
-bf16 with a gate: forward 6, backward 10.
+bf16 with a gate: forward 6, backward 10; zero-centred 4.
 """
 
 from dataclasses import dataclass
@@ -80,9 +81,9 @@ def _norm_kernel(
     x_ptr, z_ptr, weight_ptr, y_ptr,
     num_rows, inner, x_o, x_i, z_o, z_i, eps,
     GATE: tl.constexpr, D: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr, UNIT: tl.constexpr,
-    PDL: tl.constexpr,
+    ZERO_CENTRED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    # y = weight * n * act(z).
+    # y = weight * n * act(z), or (1 + weight) * n.
     # Program: BR whole rows, max(ELEMENTS, BD) elements in registers. Grid: cdiv(rows, BR); 4 to 16 warps.
     # PDL: it lets the next kernel start at once, and waits for the previous one before its first load.
     # Reads x and z once, and weight; writes y: 6 bytes per element in bf16 with a gate. y may be x: a
@@ -91,9 +92,15 @@ def _norm_kernel(
         launch_dependents_then_wait()
     rows = tl.program_id(0) * BR + tl.arange(0, BR)
     x = _load(StridedRows(x_ptr, x_o, x_i), rows, num_rows, inner, D, BD, UNIT)
+    if ZERO_CENTRED:
+        # a token's one row takes as long as its loads from HBM and L2: the weight is loaded ahead of the
+        # barriers of the sum, and in the layout of x, so that it does not pass through shared memory
+        weight = _load(StridedRows(weight_ptr, 0, 0), rows, num_rows, inner, D, BD, UNIT)
     # rows are in registers: the mean needs no second read of x
     y = x * tl.rsqrt(tl.sum(x * x, 1) / D + eps)[:, None]
-    if weight_ptr is not None:
+    if ZERO_CENTRED:
+        y = y * (1.0 + weight)
+    elif weight_ptr is not None:
         y = y * _load_weight(weight_ptr, D, BD)[None, :]
     if z_ptr is not None:
         gate, _ = gate_and_derivative(
@@ -149,6 +156,7 @@ class _BackwardPlan:
 
 
 _forwards: PlanCache[Launch] = PlanCache()
+_zero_centred: PlanCache[Launch] = PlanCache()
 _backwards: PlanCache[_BackwardPlan] = PlanCache()
 
 
@@ -173,6 +181,20 @@ def rms_norm_gated(problem: NormProblem) -> Tensor:
         launch = _forwards.get(key, lambda: plan_launch(p, x, z))
         y = x.new_empty(x.shape)
         launch(x, z, weight, y)
+    return y
+
+
+def rms_norm_zero_centred(problem: NormProblem) -> Tensor:
+    """See `Backend`: one launch, where y has rows one after another and the strides of empty_like(x)."""
+    p = problem
+    x, y, weight = p.x, torch.empty_like(p.x), _to_contiguous(p.weight)
+    has_rows = 0 < x.shape[-1] <= MAX_COLUMNS and x.stride(-1) == 1 and _is_foldable(x)
+    if not has_rows or not y.is_contiguous():
+        return eager.BACKEND.rms_norm_zero_centred(p)  # type: ignore[no-any-return]
+    with device_guard(x.device):
+        key = (x.shape, x.stride(), x.dtype, x.device, _dtype_key(weight), p.eps)
+        launch = _zero_centred.get(key, lambda: plan_launch(p, x, None, is_zero_centred=True))
+        launch(x, None, weight, y)
     return y
 
 
@@ -246,13 +268,15 @@ def _num_warps(p: NormProblem) -> int:
     return max(4, min(16, triton.next_power_of_2(p.x.shape[-1]) // 512))
 
 
-def plan_launch(p: NormProblem, x: Tensor, z: Tensor | None) -> Launch:
+def plan_launch(p: NormProblem, x: Tensor, z: Tensor | None, is_zero_centred: bool = False) -> Launch:
     scalars, constants = _launch_arguments(p, ELEMENTS, x, z)
     # blocks of rows are independent: registers decide how many an SM holds
     grid = triton.cdiv(scalars[0], constants["BR"])
     gpu = machine(x.device)
-    constants["PDL"] = supports_pdl(gpu)
-    return Launch(_norm_kernel, grid, (*scalars, p.eps), constants, _num_warps(p), options=pdl_options(gpu))
+    constants |= {"ZERO_CENTRED": is_zero_centred, "PDL": supports_pdl(gpu)}
+    # 8 elements a thread: one load of 16 bytes for x in bf16, and one for the weight
+    num_warps = min(16, constants["BR"] * constants["BD"] // 256) if is_zero_centred else _num_warps(p)
+    return Launch(_norm_kernel, grid, (*scalars, p.eps), constants, num_warps, options=pdl_options(gpu))
 
 
 def _plan_bwd(p: NormProblem, x: Tensor, z: Tensor | None, dy: Tensor) -> _BackwardPlan:
