@@ -131,6 +131,16 @@ def test_the_table_of_the_readme_names_losses_in_bold():
     assert summary.readme([Results("h200", [timed(cases[0], 1.0)])]) == ""
 
 
+def test_the_version_of_a_peer_is_that_of_its_last_run():
+    """Take the version from a run that timed the peer: a later run may have had another peer alone."""
+    first = timed(workloads.PREFILL[6], 1.0, ratio={"fla": 1.5})
+    last = timed(workloads.PREFILL[7], 1.0, ratio={"flashinfer": 1.2})
+    last["versions"] = {**last["versions"], "flashinfer-python": "0.7.2"}
+    del last["versions"]["flash-linear-attention"]
+    table = summary.readme([Results("h200", [first, last])])
+    assert "| FLA 0.6.0, FlashInfer 0.7.2 |" in table
+
+
 def test_the_picture_of_prefill_names_gpu_dtype_and_date():
     rows = [timed(t, 1.0, p) for t in workloads.PREFILL for p in ("gdn", "fla")]
     figure = pictures.prefill(Results("h200", rows))

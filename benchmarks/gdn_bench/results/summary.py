@@ -66,7 +66,9 @@ def _peers(measured: Sequence[Row]) -> str:
     """Return the peers that are the fastest in some problem, the most frequent first."""
     fastest = [min(row["ratio"], key=row["ratio"].__getitem__) for row in measured]
     peers = sorted(dict.fromkeys(fastest), key=lambda peer: -fastest.count(peer))
-    return ", ".join(f"{title_of(peer)} {version(measured[-1], peer)}" for peer in peers)
+    # a run has the versions of the peers that it timed
+    last = {peer: row for row in measured for peer in row["ratio"]}
+    return ", ".join(f"{title_of(peer)} {version(last[peer], peer)}" for peer in peers)
 
 
 def _slower(measured: Sequence[Row]) -> str:
