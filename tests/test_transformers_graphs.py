@@ -117,12 +117,12 @@ def test_hooks_training_and_other_models_get_the_compiled_call(monkeypatch):
     ids, cache = families.tokens(1, 1), transformers.StaticCache(config=model.config, max_cache_len=16)
     inputs = {"input_ids": ids, families.CACHE: cache}
     with torch.no_grad():
-        assert call._is_graphable(model, inputs, cache)
-        assert not call._is_graphable(model, inputs, transformers.DynamicCache(config=model.config))
-        assert not call._is_graphable(model.train(), inputs, cache)
-        assert not call._is_graphable(model.eval(), {**inputs, "labels": ids}, cache)
-        assert not call._is_graphable(model, {"input_ids": families.tokens(1, 2)}, cache)
-    assert not call._is_graphable(model, inputs, cache)
+        assert graphing.asks_for_logits(model, inputs) and graphing.is_static(cache)
+        assert not graphing.is_static(transformers.DynamicCache(config=model.config))
+        assert not graphing.asks_for_logits(model.train(), inputs)
+        assert not graphing.asks_for_logits(model.eval(), {**inputs, "labels": ids})
+        assert not graphing.asks_for_logits(model, {"input_ids": families.tokens(1, 2)})
+    assert not graphing.asks_for_logits(model, inputs)
 
 
 def test_a_step_that_cannot_be_recorded_runs_as_it_is(monkeypatch):

@@ -3,7 +3,8 @@
 A model file calls four functions through its own globals: the two forms of the rule, with a decay per head or
 per key channel, and the two of the short convolution. These are replaced in files that are already
 imported, and in files imported later: every model file defines a PreTrainedModel, and the patch runs when
-that class is created. The forwards of layers and of their gated norms are replaced in the classes.
+that class is created. The forwards of layers and of their norms are replaced in the classes, and models get
+the method by which `generate` lets them create their masks.
 """
 
 import sys
@@ -16,6 +17,7 @@ from torch import nn
 
 from gdn.integrations import transformers_calls as calls
 from gdn.integrations import transformers_graphs as graphing
+from gdn.integrations import transformers_masks as masks
 from gdn.integrations import transformers_norm as norms
 from gdn.integrations import transformers_packing as packing
 from gdn.integrations import transformers_rms_norm as rms_norms
@@ -40,6 +42,9 @@ FUNCTIONS = {
 }
 
 
+MISSING = object()  # the original of an attribute that its owner did not have
+
+
 @dataclass(frozen=True)
 class Replaced:
     """Hold one attribute that was replaced."""
@@ -51,7 +56,11 @@ class Replaced:
 
     def restore(self) -> None:
         """Restore the original, unless somebody else has replaced ours in the meantime."""
-        if vars(self.owner).get(self.name) is self.replacement:
+        if vars(self.owner).get(self.name) is not self.replacement:
+            return
+        if self.original is MISSING:
+            delattr(self.owner, self.name)
+        else:
             setattr(self.owner, self.name, self.original)
 
 
@@ -217,7 +226,10 @@ def _is_model_file(name: str, module: ModuleType) -> bool:
 
 
 def _serve_class(cls: type) -> None:
-    """Wrap the forward of a class of a patched file: a text model, a layer with the rule, or its norm."""
+    """Wrap the forward of a class of a patched file: a text model, a layer with the rule, or its norm.
+
+    A model that generates also gets a method for its masks, unless it has one.
+    """
     module = sys.modules.get(cls.__module__)
     is_served = module is not None and any(_is_ours(module, x) for x in (*PER_HEAD, *PER_CHANNEL))
     if (
@@ -233,6 +245,10 @@ def _serve_class(cls: type) -> None:
         _replace(cls, "forward", norms.with_norm(cls, activations, _active))
     elif is_served and not _is_ours(cls, "forward") and rms_norms.is_rms_norm(cls):
         _replace(cls, "forward", rms_norms.with_rms_norm(cls, _active))
+    if is_served and hasattr(cls, masks.CALLER) and not hasattr(cls, masks.NAME):
+        method = masks.masks_method(_active)
+        if method is not None:
+            _replace(cls, masks.NAME, method)
 
 
 def _has_layers(model: nn.Module) -> bool:
@@ -246,5 +262,5 @@ def _is_ours(owner: Any, name: str) -> bool:
 
 
 def _replace(owner: Any, name: str, replacement: Any) -> None:
-    _replaced.append(Replaced(owner, name, vars(owner)[name], replacement))
+    _replaced.append(Replaced(owner, name, vars(owner).get(name, MISSING), replacement))
     setattr(owner, name, replacement)
