@@ -16,8 +16,8 @@ from typing import Any
 from torch import nn
 
 from gdn.integrations import transformers_calls as calls
+from gdn.integrations import transformers_generate as generating
 from gdn.integrations import transformers_graphs as graphing
-from gdn.integrations import transformers_masks as masks
 from gdn.integrations import transformers_norm as norms
 from gdn.integrations import transformers_packing as packing
 from gdn.integrations import transformers_rms_norm as rms_norms
@@ -226,10 +226,7 @@ def _is_model_file(name: str, module: ModuleType) -> bool:
 
 
 def _serve_class(cls: type) -> None:
-    """Wrap the forward of a class of a patched file: a text model, a layer with the rule, or its norm.
-
-    A model that generates also gets a method for its masks, unless it has one.
-    """
+    """Wrap the forward of a class of a patched file: a text model, a layer with the rule, or its norm."""
     module = sys.modules.get(cls.__module__)
     is_served = module is not None and any(_is_ours(module, x) for x in (*PER_HEAD, *PER_CHANNEL))
     if (
@@ -245,10 +242,18 @@ def _serve_class(cls: type) -> None:
         _replace(cls, "forward", norms.with_norm(cls, activations, _active))
     elif is_served and not _is_ours(cls, "forward") and rms_norms.is_rms_norm(cls):
         _replace(cls, "forward", rms_norms.with_rms_norm(cls, _active))
-    if is_served and hasattr(cls, masks.CALLER) and not hasattr(cls, masks.NAME):
-        method = masks.masks_method(_active)
-        if method is not None:
-            _replace(cls, masks.NAME, method)
+    if is_served and hasattr(cls, generating.CALLER):
+        _shorten_generate(cls)
+
+
+def _shorten_generate(cls: type) -> None:
+    """Give a class that generates a method for its masks, unless it has one; defer the check for an end."""
+    # not when the patch begins: the class's file has imported the functions of `generate`
+    if not hasattr(cls, generating.NAME) and (method := generating.masks_method(_active)) is not None:
+        _replace(cls, generating.NAME, method)
+    check = generating.deferred_check()
+    if check is not None and not _is_ours(check, "is_supported"):
+        _replace(check, "is_supported", generating.is_supported(check.is_supported, _active))
 
 
 def _has_layers(model: nn.Module) -> bool:

@@ -211,7 +211,7 @@ class GraphedCall:
         """Replay, record, or run a step that is graphable; `name` is that of the cache among the inputs."""
         cache: Any = inputs.pop(name)
         tensors: list[Tensor] = []
-        others: list[Hashable] = []
+        others: list[Any] = []
         if not describe(inputs, tensors, others):
             # an object, as the mask of flex attention, may hold what a replay would not see
             return model(**inputs, **{name: cache})
@@ -298,7 +298,7 @@ def is_static(cache: Any) -> bool:
     return bool(layers) and is_fixed and not is_recording
 
 
-def describe(given: dict[str, Any], tensors: list[Tensor], others: list[Hashable]) -> bool:
+def describe(given: dict[str, Any], tensors: list[Tensor], others: list[Any]) -> bool:
     """Append the tensors among a call's arguments, and all else that a recording depends on.
 
     Return False if there is an object that a replay would not see.
@@ -306,11 +306,11 @@ def describe(given: dict[str, Any], tensors: list[Tensor], others: list[Hashable
     for name, x in given.items():
         if isinstance(x, Tensor):
             tensors.append(x)
-            others += (name, x.shape, x.dtype)
+            others += [name, x.shape, x.dtype]
         elif isinstance(x, VALUES):
-            others += (name, type(x), x)
+            others += [name, type(x), x]
         elif type(x) is dict:
-            others += (name, len(x))
+            others += [name, len(x)]
             if not describe(x, tensors, others):
                 return False
         else:

@@ -1,4 +1,4 @@
-"""Create the attention masks of a decode step with a static cache in three operators.
+"""Shorten the time of the host between two steps of `generate` with a static cache: masks, check for an end.
 
 `generate` asks a model for a method `create_masks_for_generate` and calls its own function where there is
 none. That function takes every kind of mask: for one new token it runs some twenty operators, each of which
@@ -6,9 +6,13 @@ costs the host as much as the next. Models of patched files get a method that co
 
     mask[b, 0, 0, s] = s <= number of tokens in the cache, and attention_mask[b, s]
 
-in the same dtype, shape and strides. Left to the function of Transformers: several tokens, other caches than a
-StaticCache of plain layers, other layers than full and linear attention, packed and blockwise masks, mask
+in the same dtype, shape and strides. Left to the function of Transformers: several tokens, other caches than
+a StaticCache of plain layers, other layers than full and linear attention, packed and blockwise masks, mask
 functions and attention that somebody has registered, compiled graphs, export, traces and dispatch modes.
+
+After each token `generate` asks whether all rows have ended, and waits for the GPU, which then has nothing to
+do until the next token is prepared. Transformers can read the answer one token later, and does so on Apple's
+GPUs alone; here it does on NVIDIA's as well.
 """
 
 import functools
@@ -20,6 +24,7 @@ import torch
 from torch import Tensor
 
 from gdn._torch_compat import is_plain
+from gdn.integrations.transformers_graphs import is_static
 from gdn.integrations.transformers_packing import CACHES
 
 NAME = "create_masks_for_generate"
@@ -33,6 +38,9 @@ OVERLAYS = ("or_mask_function", "and_mask_function", "block_sequence_ids")
 # functions of Transformers' masking_utils for the layers of one kind, by name
 KINDS = {"full_attention": "create_causal_mask", "linear_attention": "create_recurrent_attention_mask"}
 ATTENTION = {"sdpa": "sdpa_mask", "eager": "eager_mask"}
+# devices that compute while the host goes on
+QUEUES = ("cuda",)
+CHECK = ("device", "cache", "cache_is_returned", "is_assistant")
 
 
 def masks_method(active: Sized) -> staticmethod | None:  # type: ignore[type-arg]
@@ -54,7 +62,7 @@ def masks_method(active: Sized) -> staticmethod | None:  # type: ignore[type-arg
     def create_masks_for_generate(*args: Any, **given: Any) -> Any:
         # somebody may have replaced it
         function = getattr(utils, NAME)
-        if len(active) == 0 or args or function is not original:
+        if torch.compiler.is_compiling() or len(active) == 0 or args or function is not original:
             return function(*args, **given)
         found = masks.find(given)
         return function(**given) if found is None else found
@@ -134,3 +142,33 @@ def _is_served(x: Any, tokens: Tensor) -> bool:
     if torch.compiler._is_exporting_flag or torch.jit.is_tracing():
         return False
     return not (x.is_cuda and torch.cuda.is_current_stream_capturing())
+
+
+def deferred_check() -> Any:
+    """Return the class of Transformers that decides whether to defer the check; None if it is another one."""
+    from transformers.generation import utils
+
+    check = getattr(utils, "DeferredStopCheck", None)
+    if check is None or tuple(inspect.signature(check.is_supported).parameters) != CHECK:
+        return None
+    return check
+
+
+def is_supported(original: Callable[..., bool], active: Sized) -> staticmethod:  # type: ignore[type-arg]
+    """Return a `DeferredStopCheck.is_supported` that includes GPUs while `active` holds a patch.
+
+    The host prepares a token while the GPU computes the one before. A text that ends before its greatest
+    length takes one step more, which `generate` cuts off, and a streamer gets each token one step later.
+    Nothing is deferred where the caller gets the cache, which would hold that step.
+    """
+
+    @functools.wraps(original)
+    def is_supported(device: Any, cache: Any, cache_is_returned: bool, is_assistant: bool) -> bool:
+        if original(device, cache, cache_is_returned=cache_is_returned, is_assistant=is_assistant):
+            return True
+        if len(active) == 0 or device.type not in QUEUES or cache_is_returned or is_assistant:
+            return False
+        # the caches of other models are none of ours
+        return is_static(cache) and any(hasattr(layer, "recurrent_states") for layer in cache.layers)
+
+    return staticmethod(is_supported)
