@@ -87,6 +87,13 @@ def assert_same(one, other):
             assert torch.equal(x, y)
 
 
+def test_a_layer_without_buffers_has_no_tokens(masks, served):
+    given = make_given(count=None, width=9)
+    next(x for x in given[CACHE].layers if hasattr(x, "cumulative_length")).cumulative_length.fill_(7)
+    assert_same(masks(**given), utils.create_masks_for_generate(**given))
+    assert len(served) == 1
+
+
 @pytest.mark.parametrize("padding", ["ones", "left", "right", "random", "bool", "numbers", "none"])
 @pytest.mark.parametrize("rows", [1, 3])
 def test_masks_are_those_of_transformers(masks, served, padding, rows):
@@ -139,7 +146,9 @@ def own_layer(given, monkeypatch):
         def get_seq_length(self):
             return super().get_seq_length() - 1
 
-    next(x for x in given[CACHE].layers if type(x) is cache_utils.StaticLayer).__class__ = Layer
+    given["config"].layer_types = ["linear_attention", "full_attention", "full_attention"]
+    given[CACHE] = make_cache(given["config"], 9)
+    given[CACHE].layers[1].__class__ = Layer
 
 
 def sliding_window(given, monkeypatch):
@@ -210,7 +219,7 @@ def test_everything_else_is_left_to_transformers(masks, served, monkeypatch, cha
         assert torch.equal(found, expected)
 
 
-def test_compilers_and_modes_see_the_function_of_transformers(masks, served):
+def test_compilers_and_modes_see_the_function_of_transformers(masks, served, monkeypatch):
     given = make_given()
     compiled = torch.compile(lambda: masks(**given), backend="eager")
     expected = utils.create_masks_for_generate(**given)
@@ -225,6 +234,9 @@ def test_compilers_and_modes_see_the_function_of_transformers(masks, served):
         return masks(**traced)["full_attention"]
 
     torch.jit.trace(run, given["attention_mask"], check_trace=False)
+    with monkeypatch.context() as exporting:
+        exporting.setattr(torch.compiler, "_is_exporting_flag", True)
+        masks(**given)
     assert not served
     masks(**given)
     assert len(served) == 1
@@ -276,7 +288,7 @@ def test_generate_has_the_same_bits(monkeypatch, served, family):
     with gdn.patch_transformers():
         one = generate(model, ids, **more)
         assert len(served) == one.sequences.shape[1] - ids.shape[1] - 1
-        monkeypatch.setattr(generating._Masks, "find", lambda self, given: None)
+        monkeypatch.setattr(generating._Masks, "find", lambda self, **given: None)
         other = generate(model, ids, **more)
     assert torch.equal(one.sequences, other.sequences)
     assert all(torch.equal(x, y) for x, y in zip(one.logits, other.logits, strict=True))

@@ -62,9 +62,9 @@ def masks_method(active: Sized) -> staticmethod | None:  # type: ignore[type-arg
     def create_masks_for_generate(*args: Any, **given: Any) -> Any:
         # somebody may have replaced it
         function = getattr(utils, NAME)
-        if torch.compiler.is_compiling() or len(active) == 0 or args or function is not original:
+        if len(active) == 0 or args or function is not original:
             return function(*args, **given)
-        found = masks.find(given)
+        found = masks.find(**given)
         return function(**given) if found is None else found
 
     return staticmethod(create_masks_for_generate)
@@ -82,16 +82,18 @@ class _Masks:
         self.kinds_in_use = library["LAYER_PATTERN_TO_MASK_FUNCTION_MAPPING"]
         self.attention_in_use = library["ALL_MASK_ATTENTION_FUNCTIONS"]
 
-    def find(self, given: dict[str, Any]) -> dict[str, Tensor | None] | None:
+    def find(
+        self, config: Any, inputs_embeds: Tensor, attention_mask: Any, **given: Any
+    ) -> dict[str, Tensor | None] | None:
         """Return the masks of a step by the kind of layer; None if it is not one that is served here."""
-        tokens, padding = given["inputs_embeds"], given["attention_mask"]
+        tokens, padding = inputs_embeds, attention_mask
         layer = self._attention_layer(next((given[name] for name in CACHES if name in given), None))
         if layer is None or tokens.shape[1] != 1 or any(given.get(name) is not None for name in OVERLAYS):
             return None
         length, count = layer.max_cache_len, layer.cumulative_length
         if not (_is_served(count, tokens) and (padding is None or _is_served(padding, tokens))):
             return None
-        config = given["config"].get_text_config()
+        config = config.get_text_config()
         kinds, attention = set(getattr(config, "layer_types", ())), config._attn_implementation
         is_known = self.attention_in_use.get(attention) is self.attention.get(attention, ATTENTION)
         if not (is_known and "full_attention" in kinds and getattr(config, "is_causal", True)):
