@@ -124,6 +124,8 @@ def patch_transformers(*, infer_packing: bool = False, graphs: bool = False) -> 
     which have a decay per key channel, and in every other model file, imported before or later, that has
     torch_chunk_gated_delta_rule and torch_recurrent_gated_delta_rule, or chunk_kimi_delta_attention and
     recurrent_kimi_delta_attention; existing models run on gdn, too.
+    With a static cache `generate` creates a token's masks in fewer operators, and on a GPU reads one token
+    later whether all rows have ended.
     torch.export, meta tensors and calls that gdn rejects use the originals, with a RuntimeWarning; packed
     sequences that gdn rejects are an error, because the originals would mix the documents.
 

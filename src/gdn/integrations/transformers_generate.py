@@ -64,8 +64,8 @@ def masks_method(active: Sized) -> staticmethod | None:  # type: ignore[type-arg
         function = getattr(utils, NAME)
         if len(active) == 0 or args or function is not original:
             return function(*args, **given)
-        found = masks.find(**given)
-        return function(**given) if found is None else found
+        served = masks.find(**given)
+        return function(**given) if served is None else served
 
     return staticmethod(create_masks_for_generate)
 
@@ -124,11 +124,11 @@ def causal_mask(length: int, count: Tensor | int, padding: Tensor | None, like: 
     rows, positions = like.shape[0], _positions(length, like.device)
     if padding is None:
         return (positions <= count).view(1, 1, 1, length).expand(rows, 1, 1, length)
-    known = min(padding.shape[1], length)
-    if known == length:
+    width = min(padding.shape[1], length)
+    if width == length:
         return torch.logical_and(positions <= count, padding[:, :length]).view(rows, 1, 1, length)
     mask = torch.zeros((rows, length), dtype=torch.bool, device=like.device)
-    torch.logical_and(positions[:known] <= count, padding, out=mask[:, :known])
+    torch.logical_and(positions[:width] <= count, padding, out=mask[:, :width])
     return mask.view(rows, 1, 1, length)
 
 

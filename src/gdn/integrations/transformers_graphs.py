@@ -58,13 +58,14 @@ def get_compiled_call(original: Callable[..., Any], active: Sized, is_served: Ca
 
 def modules_of(model: nn.Module) -> list[nn.Module]:
     """Return each module once; `model.modules()` makes up a name for each and takes four times as long."""
-    found, known = [model], {model}
-    for module in found:
+    modules, listed = [model], {model}
+    # the list grows while it is read
+    for module in modules:
         for part in module._modules.values():
-            if part is not None and part not in known:
-                known.add(part)
-                found.append(part)
-    return found
+            if part is not None and part not in listed:
+                listed.add(part)
+                modules.append(part)
+    return modules
 
 
 def is_hooked(module: nn.Module) -> bool:
