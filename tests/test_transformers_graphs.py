@@ -113,17 +113,20 @@ def test_hooks_training_and_other_models_get_the_compiled_call(monkeypatch):
             hook = model.model.layers[0].mlp.register_forward_hook(lambda *args: None)
             assert model.get_compiled_call(None) == "compiled"
             hook.remove()
+            model.model.layers[0].mlp._hf_hook = object()
+            assert model.get_compiled_call(None) == "compiled"
+            del model.model.layers[0].mlp._hf_hook
             assert model.get_compiled_call(None) is call
         assert model.get_compiled_call(None) == "compiled"
     ids, cache = families.tokens(1, 1), transformers.StaticCache(config=model.config, max_cache_len=16)
     inputs = {"input_ids": ids, families.CACHE: cache}
     with torch.no_grad():
-        assert call._is_graphable(model, inputs, cache)
-        assert not call._is_graphable(model, inputs, transformers.DynamicCache(config=model.config))
-        assert not call._is_graphable(model.train(), inputs, cache)
-        assert not call._is_graphable(model.eval(), {**inputs, "labels": ids}, cache)
-        assert not call._is_graphable(model, {"input_ids": families.tokens(1, 2)}, cache)
-    assert not call._is_graphable(model, inputs, cache)
+        assert graphing.asks_for_logits(model, inputs) and graphing.is_static(cache)
+        assert not graphing.is_static(transformers.DynamicCache(config=model.config))
+        assert not graphing.asks_for_logits(model.train(), inputs)
+        assert not graphing.asks_for_logits(model.eval(), {**inputs, "labels": ids})
+        assert not graphing.asks_for_logits(model, {"input_ids": families.tokens(1, 2)})
+    assert not graphing.asks_for_logits(model, inputs)
 
 
 def test_a_step_that_cannot_be_recorded_runs_as_it_is(monkeypatch):
@@ -304,6 +307,47 @@ def test_a_cache_with_other_tensors_or_values_is_not_replayed(monkeypatch):
             assert families.error(logits, whole(model, ids)[:, 6:12]) <= 2e-5
             assert recorder.num_replays == before + isinstance(change, torch.Tensor)
             assert not any(x.owner() is changing.cache for x in recordings(model))
+
+
+@pytest.mark.parametrize("has_graph", [True, False])
+def test_a_cache_that_keeps_its_past_or_grows_is_not_recorded(monkeypatch, has_graph):
+    recorder, model = Recorder(monkeypatch), families.make_model("qwen3_5")
+    ids = families.tokens(2, 20)
+    with gdn.patch_transformers(graphs=True), torch.no_grad():
+        steps = Steps(model, ids)
+        if has_graph:
+            for _ in range(4):
+                steps()
+            steps.cache.activate_past_recording()
+        else:
+            steps.cache = transformers.DynamicCache(config=model.config)
+            model(ids[:, :6], **{families.CACHE: steps.cache})
+        call, graphs, replays = model.get_compiled_call(None), recorder.num_graphs, recorder.num_replays
+        kinds = dict(call.eager_steps)
+        for _ in range(5):
+            steps()
+        assert call.eager_steps == kinds
+        assert (recorder.num_graphs, recorder.num_replays) == (graphs, replays)
+        assert graphs == has_graph
+
+
+def test_a_recording_depends_on_all_inputs_but_the_contents_of_tensors():
+    def key(**given):
+        tensors, others = [], []
+        assert graphing.describe(given, tensors, others)
+        copies = []
+        graphing._clone(given, copies)
+        assert all(torch.equal(x, y) and x is not y for x, y in zip(tensors, copies, strict=True))
+        return tuple(others)
+
+    x, wide = torch.zeros(2, 1, dtype=torch.long), torch.zeros(2, 2, dtype=torch.long)
+    assert key(x=x, mask={"a": x, "b": None}) == key(x=x + 1, mask={"a": x + 1, "b": None})
+    different = [
+        key(x=x), key(y=x), key(x=wide), key(x=x.int()), key(x={"x": x}), key(x={}), key(x=None), key(x=1),
+        key(x=True), key(x=1.0), key(x="1"), key(x=2), key(x=x, y=1), key(y=1, x=x), key(x={}, y=x),
+        key(x={"y": x}),
+    ]  # fmt: skip
+    assert len(set(different)) == len(different)
 
 
 def test_two_threads_do_not_take_one_graph(monkeypatch):

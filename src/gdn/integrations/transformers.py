@@ -3,7 +3,8 @@
 A model file calls four functions through its own globals: the two forms of the rule, with a decay per head or
 per key channel, and the two of the short convolution. These are replaced in files that are already
 imported, and in files imported later: every model file defines a PreTrainedModel, and the patch runs when
-that class is created. The forwards of layers and of their gated norms are replaced in the classes.
+that class is created. The forwards of layers and of their norms are replaced in the classes, and models get
+the method by which `generate` lets them create their masks.
 """
 
 import sys
@@ -15,6 +16,7 @@ from typing import Any
 from torch import nn
 
 from gdn.integrations import transformers_calls as calls
+from gdn.integrations import transformers_generate as generating
 from gdn.integrations import transformers_graphs as graphing
 from gdn.integrations import transformers_norm as norms
 from gdn.integrations import transformers_packing as packing
@@ -40,6 +42,9 @@ FUNCTIONS = {
 }
 
 
+MISSING = object()  # the original of an attribute that its owner did not have
+
+
 @dataclass(frozen=True)
 class Replaced:
     """Hold one attribute that was replaced."""
@@ -51,7 +56,11 @@ class Replaced:
 
     def restore(self) -> None:
         """Restore the original, unless somebody else has replaced ours in the meantime."""
-        if vars(self.owner).get(self.name) is self.replacement:
+        if vars(self.owner).get(self.name) is not self.replacement:
+            return
+        if self.original is MISSING:
+            delattr(self.owner, self.name)
+        else:
             setattr(self.owner, self.name, self.original)
 
 
@@ -115,6 +124,8 @@ def patch_transformers(*, infer_packing: bool = False, graphs: bool = False) -> 
     which have a decay per key channel, and in every other model file, imported before or later, that has
     torch_chunk_gated_delta_rule and torch_recurrent_gated_delta_rule, or chunk_kimi_delta_attention and
     recurrent_kimi_delta_attention; existing models run on gdn, too.
+    With a static cache `generate` creates a token's masks in fewer operators, and on a GPU reads one token
+    later whether all rows have ended.
     torch.export, meta tensors and calls that gdn rejects use the originals, with a RuntimeWarning; packed
     sequences that gdn rejects are an error, because the originals would mix the documents.
 
@@ -233,6 +244,18 @@ def _serve_class(cls: type) -> None:
         _replace(cls, "forward", norms.with_norm(cls, activations, _active))
     elif is_served and not _is_ours(cls, "forward") and rms_norms.is_rms_norm(cls):
         _replace(cls, "forward", rms_norms.with_rms_norm(cls, _active))
+    if is_served and hasattr(cls, generating.CALLER):
+        _shorten_generate(cls)
+
+
+def _shorten_generate(cls: type) -> None:
+    """Give a class that generates a method for its masks, unless it has one; defer the check for an end."""
+    # not when the patch begins: the class's file has imported the functions of `generate`
+    if not hasattr(cls, generating.NAME) and (method := generating.masks_method(_active)) is not None:
+        _replace(cls, generating.NAME, method)
+    check = generating.deferred_check()
+    if check is not None and not _is_ours(check, "is_supported"):
+        _replace(check, "is_supported", generating.is_supported(check.is_supported, _active))
 
 
 def _has_layers(model: nn.Module) -> bool:
@@ -246,5 +269,5 @@ def _is_ours(owner: Any, name: str) -> bool:
 
 
 def _replace(owner: Any, name: str, replacement: Any) -> None:
-    _replaced.append(Replaced(owner, name, vars(owner)[name], replacement))
+    _replaced.append(Replaced(owner, name, vars(owner).get(name, MISSING), replacement))
     setattr(owner, name, replacement)

@@ -10,16 +10,16 @@ tensors of its cache. When that cache is gone, the next one of the same sizes co
 and has them from then on: its first decode step is a replay.
 """
 
-import itertools
 import warnings
 import weakref
 from collections.abc import Callable, Hashable, Sized
+from itertools import chain
+from operator import is_
 from threading import RLock
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from gdn import settings
 from gdn.integrations.transformers_packing import CACHES
@@ -41,22 +41,37 @@ def get_compiled_call(original: Callable[..., Any], active: Sized, is_served: Ca
     """Return a get_compiled_call of models that serves graphs while `active` holds a patch with them."""
 
     def get_compiled_call(self: Any, compile_config: Any) -> Any:
-        if len(active) == 0 or self.device.type not in DEVICES or not is_served(self) or is_hooked(self):
+        if len(active) == 0 or self.device.type not in DEVICES or not is_served(self):
             return original(self, compile_config)
-        call = _calls.setdefault(self, GraphedCall(self))
+        modules = modules_of(self)
+        if any(map(is_hooked, modules)):
+            return original(self, compile_config)
+        call = _calls.get(self)
+        if call is None:
+            call = _calls.setdefault(self, GraphedCall(self))
         # `generate` asks once, before its steps
-        call.look_at(self)
+        call.look_at(self, modules)
         return call
 
     return get_compiled_call
 
 
-def is_hooked(model: nn.Module) -> bool:
+def modules_of(model: nn.Module) -> list[nn.Module]:
+    """Return each module once; `model.modules()` makes up a name for each and takes four times as long."""
+    modules, listed = [model], {model}
+    # the list grows while it is read
+    for module in modules:
+        for part in module._modules.values():
+            if part is not None and part not in listed:
+                listed.add(part)
+                modules.append(part)
+    return modules
+
+
+def is_hooked(module: nn.Module) -> bool:
     """Return True if a module has hooks, or a forward of its own: a replay would skip them."""
-    return any(
-        m._forward_hooks or m._forward_pre_hooks or "forward" in m.__dict__ or hasattr(m, "_hf_hook")
-        for m in model.modules()
-    )
+    own = module.__dict__
+    return bool(own["_forward_hooks"] or own["_forward_pre_hooks"] or "forward" in own or "_hf_hook" in own)
 
 
 class CacheState:
@@ -103,16 +118,18 @@ class CacheState:
 class Recording:
     """Hold a recorded step: the tensors of its cache, its inputs, its outputs, and what replays it."""
 
-    def __init__(self, call_key: Hashable, leaves: list[Any], cache: Any, state: CacheState) -> None:
+    def __init__(self, call_key: Hashable, inputs: dict[str, Any], cache: Any, state: CacheState) -> None:
         self.call_key = call_key
-        self.inputs = [x.clone() if isinstance(x, Tensor) else x for x in leaves]
+        # the tensors among the inputs of the graph, in the order of `describe`
+        self.given: list[Tensor] = []
+        self.inputs = _clone(inputs, self.given)
         self.buffers, self.values = state.tensors(), state.values()
         # a graph must not keep its cache alive
         self.owner, self.state = weakref.ref(cache), state
         self.replay: Callable[[], None]
         self.output: Any
 
-    def record(self, run: Callable[[list[Any], Any], Any], pool: Any) -> None:
+    def record(self, run: Callable[[dict[str, Any], Any], Any], pool: Any) -> None:
         """Record run(inputs, cache); nothing is executed. Restore the cache's plain values if that fails."""
         try:
             self.replay, self.output = record(lambda: run(self.inputs, self.owner()), pool)
@@ -128,7 +145,7 @@ class Recording:
     @property
     def is_current(self) -> bool:
         """Return True if the cache has the recorded tensors and plain values."""
-        kept = all(x is y for x, y in zip(self.state.tensors(), self.buffers, strict=True))
+        kept = all(map(is_, self.state.tensors(), self.buffers))
         return kept and self.state.values() == self.values
 
     def adopt(self, cache: Any, state: CacheState) -> None:
@@ -136,11 +153,10 @@ class Recording:
         state.move_to(self.buffers)
         self.owner, self.state = weakref.ref(cache), state
 
-    def step(self, leaves: list[Any]) -> Any:
+    def step(self, tensors: list[Tensor]) -> Any:
         """Replay the step on new inputs; return its outputs, with logits of their own."""
-        for buffer, x in zip(self.inputs, leaves, strict=True):
-            if isinstance(buffer, Tensor):
-                buffer.copy_(x)
+        for buffer, x in zip(self.given, tensors, strict=True):
+            buffer.copy_(x)
         self.replay()
         output = type(self.output)(**dict(self.output))
         output["logits"] = self.output["logits"].clone()
@@ -166,7 +182,7 @@ class GraphedCall:
     def __init__(self, model: nn.Module) -> None:
         # weak, as `_calls` holds this object as long as the model lives
         self.model = weakref.ref(model)
-        self.model_key: Hashable = None
+        self.model_key = ModelKey(())
         self.recordings: dict[Hashable, list[Recording]] = {}
         # how many steps of a kind ran as they are; None: it cannot be recorded
         self.eager_steps: dict[Hashable, int | None] = {}
@@ -174,35 +190,41 @@ class GraphedCall:
         # graphs share a pool: a replay of another thread would write where this one's logits are
         self.lock = RLock()
 
-    def look_at(self, model: nn.Module) -> None:
+    def look_at(self, model: nn.Module, modules: list[nn.Module]) -> None:
         """Find out what a recording has of the model now: it takes longer than a step may."""
-        key = _key_of_model(model)
+        values = _values_of_model(model, modules)
         # an equal key stays the same object, which is compared at once
-        if key != self.model_key:
-            self.model_key = key
+        if values != self.model_key.values:
+            self.model_key = ModelKey(values)
 
     def __call__(self, **inputs: Any) -> Any:
         model, name = self.model(), next((n for n in CACHES if inputs.get(n) is not None), None)
         assert model is not None
-        if name is None or not self._is_graphable(model, inputs, inputs[name]):
+        if name is None or not asks_for_logits(model, inputs):
             return model(**inputs)
         with self.lock:
-            return self._call(model, name, inputs)
+            recordings = [x for x in chain(*self.recordings.values()) if x.owner() is inputs[name]]
+            if recordings or is_static(inputs[name]):
+                return self._call(model, name, inputs, recordings)
+        return model(**inputs)
 
-    def _call(self, model: Any, name: str, inputs: dict[str, Any]) -> Any:
+    def _call(self, model: Any, name: str, inputs: dict[str, Any], recordings: list[Recording]) -> Any:
         """Replay, record, or run a step that is graphable; `name` is that of the cache among the inputs."""
         cache: Any = inputs.pop(name)
-        leaves, spec = pytree.tree_flatten(inputs)
-        if not all(isinstance(x, (Tensor, *VALUES)) for x in leaves):
+        tensors: list[Tensor] = []
+        others: list[Any] = []
+        if not describe(inputs, tensors, others):
             # an object, as the mask of flex attention, may hold what a replay would not see
             return model(**inputs, **{name: cache})
-        call_key = (_key_of(leaves, spec), _key_of_modes(model.device.type), self.model_key)
-        for recording in itertools.chain(*self.recordings.values()):
-            if recording.owner() is cache and recording.call_key == call_key and recording.is_current:
-                return _with_cache(recording.step(leaves), name, cache)
+        call_key = (tuple(others), _key_of_modes(inputs["input_ids"].device.type), self.model_key)
+        for recording in recordings:
+            if recording.call_key == call_key and recording.is_current:
+                return _with_cache(recording.step(tensors), name, cache)
+        if recordings and not is_static(cache):
+            return model(**inputs, **{name: cache})
 
-        def run(given: list[Any], cache: Any) -> Any:
-            output = model(**pytree.tree_unflatten(given, spec), **{name: cache})
+        def run(given: dict[str, Any], cache: Any) -> Any:
+            output = model(**given, **{name: cache})
             output[name] = None
             return output
 
@@ -211,14 +233,14 @@ class GraphedCall:
         idle = next((x for x in self.recordings.get(key, ()) if x.is_idle), None)
         if idle is not None:
             idle.adopt(cache, state)
-            return _with_cache(idle.step(leaves), name, cache)
+            return _with_cache(idle.step(tensors), name, cache)
         steps = self.eager_steps.get(key, 0)
         if steps is None or steps < EAGER_STEPS:
             if len(self.eager_steps) >= MOST_KINDS:
                 self.eager_steps.clear()
             self.eager_steps[key] = None if steps is None else steps + 1
             return model(**inputs, **{name: cache})
-        recording = Recording(call_key, leaves, cache, state)
+        recording = Recording(call_key, inputs, cache, state)
         try:
             recording.record(run, self._memory())
         except RuntimeError as error:
@@ -226,7 +248,7 @@ class GraphedCall:
             self.eager_steps[key] = None
             _warn(error)
             return model(**inputs, **{name: cache})
-        output = _with_cache(recording.step(leaves), name, cache)
+        output = _with_cache(recording.step(tensors), name, cache)
         if recording.is_current:
             self.recordings.setdefault(key, []).append(recording)
         else:
@@ -246,20 +268,6 @@ class GraphedCall:
             self.pool = torch.cuda.graph_pool_handle()
         return self.pool
 
-    def _is_graphable(self, model: Any, inputs: dict[str, Any], cache: Any) -> bool:
-        ids, config = inputs.get("input_ids"), model.config
-        if ids is None or ids.dim() != 2 or ids.shape[1] != 1 or torch.is_grad_enabled() or model.training:
-            return False
-        if any(inputs.get(name) is not None and inputs[name] is not False for name in REFUSED):
-            return False
-        if getattr(config, "output_attentions", False) or getattr(config, "output_hidden_states", False):
-            return False
-        layers = getattr(cache, "layers", None)
-        is_recording = any(getattr(layer, "record_past", False) for layer in layers or ())
-        # a cache that grows is no such cache, whatever its layers say
-        is_static = "Static" in type(cache).__name__ and getattr(cache, "is_compileable", False)
-        return bool(layers) and is_static and not is_recording and not torch.compiler.is_compiling()
-
 
 # not in the models: a copy of a model must not have its graphs
 _calls: weakref.WeakKeyDictionary[Any, GraphedCall] = weakref.WeakKeyDictionary()
@@ -270,23 +278,90 @@ def forget() -> None:
     _calls.clear()
 
 
-def _key_of(leaves: list[Any], spec: Any) -> Hashable:
-    kinds = tuple((tuple(x.shape), x.dtype) if isinstance(x, Tensor) else repr(x) for x in leaves)
-    return str(spec), kinds
+def asks_for_logits(model: Any, inputs: dict[str, Any]) -> bool:
+    """Return True for one token per row, without gradients, of which nothing but logits is wanted."""
+    ids, config = inputs.get("input_ids"), model.config
+    if ids is None or ids.dim() != 2 or ids.shape[1] != 1 or torch.is_grad_enabled() or model.training:
+        return False
+    if any(inputs.get(name) is not None and inputs[name] is not False for name in REFUSED):
+        return False
+    if getattr(config, "output_attentions", False) or getattr(config, "output_hidden_states", False):
+        return False
+    return not torch.compiler.is_compiling()
 
 
-def _key_of_model(model: Any) -> Hashable:
+def is_static(cache: Any) -> bool:
+    """Return True for a cache of buffers with fixed addresses, none of which keeps its past."""
+    layers = getattr(cache, "layers", None)
+    is_recording = any(getattr(layer, "record_past", False) for layer in layers or ())
+    # a cache that grows is no such cache, whatever its layers say
+    is_fixed = "Static" in type(cache).__name__ and getattr(cache, "is_compileable", False)
+    return bool(layers) and is_fixed and not is_recording
+
+
+def describe(given: dict[str, Any], tensors: list[Tensor], others: list[Any]) -> bool:
+    """Append the tensors among a call's arguments, and all else that a recording depends on.
+
+    Return False if there is an object that a replay would not see.
+    """
+    for name, x in given.items():
+        if isinstance(x, Tensor):
+            tensors.append(x)
+            others += [name, x.shape, x.dtype]
+        elif isinstance(x, VALUES):
+            others += [name, type(x), x]
+        elif type(x) is dict:
+            others += [name, len(x)]
+            if not describe(x, tensors, others):
+                return False
+        else:
+            return False
+    return True
+
+
+def _clone(given: dict[str, Any], tensors: list[Tensor]) -> dict[str, Any]:
+    """Return arguments with tensors of their own, which are appended in the order of `describe`."""
+    own: dict[str, Any] = {}
+    for name, x in given.items():
+        if isinstance(x, Tensor):
+            tensors.append(x.clone())
+            own[name] = tensors[-1]
+        else:
+            own[name] = _clone(x, tensors) if type(x) is dict else x
+    return own
+
+
+class ModelKey:
+    """Hold what a recording has of a model; thousands of values are hashed once."""
+
+    def __init__(self, values: tuple[Hashable, ...]) -> None:
+        self.values, self.hash = values, hash(values)
+
+    def __hash__(self) -> int:
+        return self.hash
+
+    def __eq__(self, other: object) -> bool:
+        if self is other:
+            return True
+        return isinstance(other, ModelKey) and self.hash == other.hash and self.values == other.values
+
+
+def _values_of_model(model: Any, modules: list[nn.Module]) -> tuple[Hashable, ...]:
     """Return what a recording has of a model: addresses, and what Python decides by.
 
     Weights that are written in place are read by a replay. Weights that are replaced are not, and neither is
     an adapter that is switched, a scale, or another forward.
     """
-    weights = tuple((x.data_ptr(), x.shape, x.dtype) for x in (*model.parameters(), *model.buffers()))
-    modules = tuple(
-        (type(m).forward, m.training, *(_plain(name, x) for name, x in vars(m).items() if name not in COMMON))
-        for m in model.modules()
-    )
-    return weights, modules, getattr(model.config, "_attn_implementation", None)
+    values: list[Hashable] = [getattr(model.config, "_attn_implementation", None)]
+    for m in modules:
+        own = m.__dict__
+        values += (type(m).forward, m.training)
+        for x in chain(own["_parameters"].values(), own["_buffers"].values()):
+            values += (None,) if x is None else (x.data_ptr(), x.shape, x.dtype)
+        for name in own.keys() - COMMON:
+            x = own[name]
+            values += (name, x if isinstance(x, VALUES) else _plain(x))
+    return tuple(values)
 
 
 def _key_of_modes(kind: str) -> Hashable:
@@ -298,14 +373,12 @@ def _key_of_modes(kind: str) -> Hashable:
     )  # fmt: skip
 
 
-def _plain(name: str, x: Any) -> Hashable:
-    """Return a module's attribute, or the plain values in it."""
-    if isinstance(x, VALUES):
-        return name, x
+def _plain(x: Any) -> tuple[Hashable, ...]:
+    """Return the plain values in a module's attribute."""
     if isinstance(x, dict):
-        return (name, *((key, y) for key, y in x.items() if isinstance(y, VALUES)))
+        return tuple((key, y) for key, y in x.items() if isinstance(y, VALUES))
     several = x if isinstance(x, list | tuple | set) else ()
-    return (name, *(y for y in several if isinstance(y, VALUES)))
+    return tuple(y for y in several if isinstance(y, VALUES))
 
 
 def _with_cache(output: Any, name: str, cache: Any) -> Any:

@@ -26,6 +26,7 @@ from gdn.ops.library import (
     library,
     no_second_derivative,
     requested,
+    runs_directly,
     without_autocast,
 )
 from gdn.problem import ContextParallel, check, check_context
@@ -119,7 +120,8 @@ def causal_conv1d(
     if p.state is not None:
         return pool_operator(*_POOL.arguments_of(p)), None
     check.no_tangent("causal_conv1d", x=p.x, weight=p.weight, bias=p.bias, initial_state=p.initial_state)
-    y, final_state = conv_operator(*_CONV.arguments_of(p))
+    run = _conv if runs_directly(p.x, p.weight, p.bias, p.initial_state) else conv_operator
+    y, final_state = run(*_CONV.arguments_of(p))
     return y, final_state if output_final_state else None
 
 

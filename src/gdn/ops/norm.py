@@ -15,6 +15,7 @@ from gdn.ops.library import (
     library,
     no_second_derivative,
     requested,
+    runs_directly,
 )
 from gdn.problem import check
 from gdn.problem.layer import NormProblem, parse_norm
@@ -54,7 +55,8 @@ def rms_norm_gated(
     """
     problem = parse_norm(x=x, z=z, weight=weight, eps=eps, activation=activation, backend=backend)
     check.no_tangent("rms_norm_gated", x=x, z=z, weight=weight)
-    return norm_operator(*problem.arguments())
+    run = _norm if runs_directly(problem.x, problem.z, problem.weight) else norm_operator
+    return run(*problem.arguments())  # type: ignore[no-any-return]
 
 
 _backends: dict[tuple[str, torch.dtype, str | None], Backend] = {}
