@@ -321,13 +321,14 @@ def test_which_decodes_hold_the_next_token(rows, K, pool, has_parents, expected)
 @pytest.mark.parametrize("pool", [BF16, F32])
 def test_the_next_token_in_registers_changes_no_bit(triton_device, monkeypatch, pool):
     """A row has the same bits in a batch of few rows, which loads the next token early, and of many."""
-    decode = importlib.import_module("gdn.backends.triton.serving.decode")
+    users = [importlib.import_module(f"gdn.backends.triton.serving.{x}") for x in ("decode", "state_tiles")]
     monkeypatch.setattr("gdn.backends.triton.launch.PlanCache.get", lambda cache, key, make: make())
     x = inputs(1, 7, 1, 2, 64, 32, BF16, raw=True) | {"read_index": torch.tensor([2, -1, 0])}
     x |= {"cu_seqlens": torch.tensor([0, 3, 3, 6]), "state": pool_of(4, HV=2, K=64, V=32, dtype=pool)}
     got = []
     for resident in (0, 10**6):
-        monkeypatch.setattr(decode, "RESIDENT", resident)
+        for module in users:
+            monkeypatch.setattr(module, "RESIDENT", resident)
         got.append(run("triton", triton_device, x, max_seqlen=3, state_v_first=True)[:2])
     assert all(same_bits(a, b) for a, b in zip(*got, strict=True))
 
