@@ -270,24 +270,25 @@ def test_the_chunk_form_that_loads_first(triton_device, dtype, tokens, write, V)
 
 
 @pytest.mark.parametrize(
-    "rows, tokens, dtype, pool, write, expected",
+    "rows, tokens, dtype, pool, v_first, expected",
     [
-        (1, 4, BF16, BF16, "final", (True, True, 0, 128)),
-        (8, 4, F16, F16, "none", (True, True, 0, 64)),
-        (8, 16, BF16, BF16, "final", (True, True, 0, 64)),
-        (64, 4, BF16, BF16, "none", (True, False, 32, 64)),
-        (8, 4, BF16, F32, "none", (False, False, 0, 64)),
-        (8, 4, BF16, F16, "none", (False, False, 0, 64)),
-        (64, 4, F32, F32, "none", (False, False, 0, 32)),
+        (1, 4, BF16, BF16, True, (True, True, 0, 128)),
+        (1, 4, BF16, BF16, False, (True, True, 0, 64)),
+        (1, 4, F16, F16, True, (True, True, 0, 64)),
+        (8, 16, BF16, BF16, True, (True, True, 0, 64)),
+        (64, 4, BF16, BF16, True, (True, False, 32, 64)),
+        (8, 4, BF16, F32, True, (False, False, 0, 64)),
+        (8, 4, BF16, F16, True, (False, False, 0, 64)),
+        (64, 4, F32, F32, True, (False, False, 0, 32)),
     ],
 )
-def test_which_packets_load_first(rows, tokens, dtype, pool, write, expected):
+def test_which_packets_load_first(rows, tokens, dtype, pool, v_first, expected):
     """Tokens and states of one 16-bit dtype: programs of one strip hold it, others prefetch two."""
     compiling = pytest.importorskip("kit.compiling")
     x = {name: y.expand(rows, *y.shape[1:]) for name, y in inputs(1, tokens, 16, 32, 128, 128, dtype).items()}
     x |= {"read_index": torch.arange(rows), "state": torch.empty(rows, 32, 128, 128, dtype=pool)}
     with compiling.recording(compiling.TARGETS["cuda:90"].machine) as launches:
-        api.decode(**x, exact_packet=False, write=write, state_v_first=True, backend="triton")
+        api.decode(**x, exact_packet=False, state_v_first=v_first, backend="triton")
     constants = launches[0][0].constants
     assert tuple(constants[name] for name in ("LOADS_FIRST", "HOLDS", "FETCHED", "BU")) == expected
 

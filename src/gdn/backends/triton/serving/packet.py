@@ -176,8 +176,9 @@ def packet_kernel(
             if WRITE == "final":
                 u = tl.where(is_k[:, None], outputs[PARTS - 1] * at_end[:, None], 0.0)
                 # in blocks of BU keys: S is still in L2, and all of it may not fit into registers
-                # k in fp16 is converted to fp32: it is loaded again, for the reason in `multiplies_as_loaded`
-                KEEPS: tl.constexpr = HOLDS and BU == BS and q_ptr.dtype.element_ty == tl.bfloat16
+                # k that is converted to fp32 is loaded again, for the reason in `multiplies_as_loaded`
+                IS_SPLIT: tl.constexpr = AXIS == "k" and q_ptr.dtype.element_ty == tl.bfloat16
+                KEEPS: tl.constexpr = HOLDS and BU == BS and IS_SPLIT
                 for start in tl.static_range(0, K, BU):
                     ks = start + tl.arange(0, BU)
                     place, in_state = output_strip_pointers(state, ks, C)
@@ -261,15 +262,14 @@ def order_loads(sizes: Mapping[str, int], p: DecodeProblem | ReplayProblem, axis
     HOLDS: a program of one strip loads its state and v then, and keeps them in registers.
     FETCHED: a program of several strips prefetches so many columns, the first two strips, into L2.
     """
-    is_first = machine(p.q.device).kind == "cuda" and multiplies_as_loaded(p)
-    is_single, has_all_keys = sizes["STRIPS"] == 1, sizes["BS"] >= p.K
+    has_all_keys, is_single = sizes["BS"] >= p.K, sizes["STRIPS"] == 1
+    is_first = machine(p.q.device).kind == "cuda" and has_all_keys and multiplies_as_loaded(p)
     # the scores of 16 tokens with a history need the registers of half a strip
     fits = sizes["BT"] == 8 or sizes["BV"] * sizes["BS"] <= FEW * HELD[2] or isinstance(p, DecodeProblem)
     # whole lines of 128 bytes, and strips that all columns of a program fill
-    is_even = axis == "k" and p.K in (64, 128, 256) and p.V % sizes["BV"] == 0
+    is_even = axis == "k" and p.K in (64, 128) and p.V % sizes["BV"] == 0
     fetched = 2 * sizes["BV"] if is_first and not is_single and is_even else 0
-    holds = is_first and is_single and has_all_keys and fits
-    return {"LOADS_FIRST": is_first, "HOLDS": holds, "FETCHED": fetched}
+    return {"LOADS_FIRST": is_first, "HOLDS": is_first and is_single and fits, "FETCHED": fetched}
 
 
 def multiplies_as_loaded(p: DecodeProblem | ReplayProblem) -> bool:
@@ -368,7 +368,8 @@ def plan(p: DecodeProblem, starts: Sequence[int], num_states: int | None = None)
     )  # fmt: skip
     loads = order_loads(sizes, p, axis)
     # few tokens of few columns leave the registers to update all keys of a state that is held
-    is_held = loads["HOLDS"] and (sizes["BT"], sizes["BV"]) == (8, FEW) and p.q.dtype == torch.bfloat16
+    is_held = loads["HOLDS"] and (sizes["BT"], sizes["BV"], axis) == (8, FEW, "k")
+    is_held &= p.q.dtype == torch.bfloat16
     updated = sizes["BS"] if is_held else UPDATED
     constants = {
         "K": p.K, "V": p.V, "BU": min(updated, sizes["BS"]), **sizes, "AXIS": axis,
