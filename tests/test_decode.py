@@ -243,14 +243,95 @@ def test_the_chunk_form_of_heads_and_sizes(backend, device, H, HV, K, V, tokens)
 
 
 @pytest.mark.interpret
-@pytest.mark.parametrize("tokens", [6, 11])
-def test_the_chunk_form_in_programs_of_many_strips(triton_device, monkeypatch, tokens):
+@pytest.mark.parametrize(
+    "tokens, dtype, K, V", [(6, F32, 32, 100), (11, F32, 32, 100), (6, BF16, 64, 96), (11, BF16, 64, 96)]
+)
+def test_the_chunk_form_in_programs_of_many_strips(triton_device, monkeypatch, tokens, dtype, K, V):
     """The chunk form agrees in the tiles that are chosen when rows and heads fill a GPU."""
     packet = importlib.import_module("gdn.backends.triton.serving.packet")
     monkeypatch.setattr(packet, "FILLED", 0)
-    assert packet.blocks(32, 100, 4, tokens, 1, packet.machine(torch.device("cpu")), 4, True)["STRIPS"] == 7
-    x = inputs(2, tokens, 1, 2, 32, 100) | {"state": pool_of(2, HV=2, K=32, V=100)}
-    agrees("triton", triton_device, x, 1e-5, exact_packet=False)
+    width, gpu = dtype.itemsize, packet.machine(torch.device("cpu"))
+    assert packet.blocks(K, V, width, tokens, 1, gpu, width, True)["STRIPS"] == -(-V // 16)
+    x = inputs(2, tokens, 1, 2, K, V, dtype) | {"state": pool_of(2, HV=2, K=K, V=V, dtype=dtype)}
+    agrees("triton", triton_device, x, TOLERANCE[dtype], exact_packet=False)
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize("dtype", [BF16, F16])
+@pytest.mark.parametrize("tokens, write, V", [(4, "final", 32), (12, "final", 32), (12, "none", 70)])
+def test_the_chunk_form_that_loads_first(triton_device, dtype, tokens, write, V):
+    """Programs that load the state before they know the packet agree, and read no slot of another row."""
+    x = inputs(3, tokens, 1, 2, 64, V, dtype, raw=True) | {"write": write}
+    x |= {"state": pool_of(5, HV=2, K=64, V=V, dtype=dtype), "read_index": torch.tensor([2, -1, 5])}
+    clean = agrees("triton", triton_device, x, TOLERANCE[dtype], exact_packet=False)
+    x["state"][[0, 1, 3, 4]] = NAN
+    o, state, _ = run("triton", triton_device, x, exact_packet=False)
+    assert same_bits(o, clean[0]) and not o[1:].any() and same_bits(state[2], clean[1][2])
+
+
+@pytest.mark.parametrize(
+    "rows, tokens, dtype, pool, v_first, expected",
+    [
+        (1, 4, BF16, BF16, True, (True, True, 0, 128)),
+        (1, 4, BF16, BF16, False, (True, True, 0, 64)),
+        (1, 4, F16, F16, True, (True, True, 0, 64)),
+        (8, 16, BF16, BF16, True, (True, True, 0, 64)),
+        (64, 4, BF16, BF16, True, (True, False, 32, 64)),
+        (8, 4, BF16, F32, True, (False, False, 0, 64)),
+        (8, 4, BF16, F16, True, (False, False, 0, 64)),
+        (64, 4, F32, F32, True, (False, False, 0, 32)),
+    ],
+)
+def test_which_packets_load_first(rows, tokens, dtype, pool, v_first, expected):
+    """Tokens and states of one 16-bit dtype: programs of one strip hold it, others prefetch two."""
+    compiling = pytest.importorskip("kit.compiling")
+    x = {name: y.expand(rows, *y.shape[1:]) for name, y in inputs(1, tokens, 16, 32, 128, 128, dtype).items()}
+    x |= {"read_index": torch.arange(rows), "state": torch.empty(rows, 32, 128, 128, dtype=pool)}
+    with compiling.recording(compiling.TARGETS["cuda:90"].machine) as launches:
+        api.decode(**x, exact_packet=False, state_v_first=v_first, backend="triton")
+    constants = launches[0][0].constants
+    assert tuple(constants[name] for name in ("LOADS_FIRST", "HOLDS", "FETCHED", "BU")) == expected
+
+
+@pytest.mark.parametrize(
+    "rows, K, pool, has_parents, expected",
+    [
+        (1, 128, BF16, False, (True, None)),
+        (8, 128, BF16, False, (False, 128)),
+        (8, 128, F32, False, (False, None)),
+        (1, 128, F32, False, (True, None)),
+        (8, 256, BF16, False, (True, 160)),
+        (8, 128, BF16, True, (True, 160)),
+    ],
+)
+def test_which_decodes_hold_the_next_token(rows, K, pool, has_parents, expected):
+    """Few programs load the next token early, and those whose registers would spill; many need registers."""
+    compiling = pytest.importorskip("kit.compiling")
+    x = {name: y.expand(rows, *y.shape[1:]) for name, y in inputs(1, 4, 16, 32, K, 128, BF16).items()}
+    x |= {"read_index": torch.arange(rows), "state": torch.empty(rows, 32, 128, K, dtype=pool)}
+    x |= {"write": "none", "intermediate": torch.empty(rows, 4, 32, 128, K, dtype=pool)}
+    if has_parents:
+        x |= {"parent": torch.zeros(rows, 4, dtype=torch.int64)}
+    with compiling.recording(compiling.TARGETS["cuda:90"].machine) as launches:
+        api.decode(**x, state_v_first=True, backend="triton")
+    one = launches[0][0]
+    assert (one.constants["HAS_NEXT"], one.options.get("maxnreg")) == expected
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize("pool", [BF16, F32])
+def test_the_next_token_in_registers_changes_no_bit(triton_device, monkeypatch, pool):
+    """A row has the same bits in a batch of few rows, which loads the next token early, and of many."""
+    users = [importlib.import_module(f"gdn.backends.triton.serving.{x}") for x in ("decode", "state_tiles")]
+    monkeypatch.setattr("gdn.backends.triton.launch.PlanCache.get", lambda cache, key, make: make())
+    x = inputs(1, 7, 1, 2, 64, 32, BF16, raw=True) | {"read_index": torch.tensor([2, -1, 0])}
+    x |= {"cu_seqlens": torch.tensor([0, 3, 3, 6]), "state": pool_of(4, HV=2, K=64, V=32, dtype=pool)}
+    got = []
+    for resident in (0, 10**6):
+        for module in users:
+            monkeypatch.setattr(module, "RESIDENT", resident)
+        got.append(run("triton", triton_device, x, max_seqlen=3, state_v_first=True)[:2])
+    assert all(same_bits(a, b) for a, b in zip(*got, strict=True))
 
 
 @pytest.mark.interpret
@@ -271,10 +352,12 @@ def test_the_chunk_form_of_packed_rows_and_projections(backend, device):
 
 
 @pytest.mark.interpret
-@pytest.mark.parametrize("exact, tokens", [(True, 5), (False, 5), (False, 12)])
-def test_nan_in_one_query_stays_there(backend, device, exact, tokens):
+@pytest.mark.parametrize(
+    "exact, tokens, dtype", [(True, 5, F32), (False, 5, F32), (False, 12, F32), (False, 5, BF16)]
+)
+def test_nan_in_one_query_stays_there(backend, device, exact, tokens, dtype):
     """NaN in one token's query changes only that token's output, in either form."""
-    x = inputs(2, tokens) | {"state": pool_of(2)}
+    x = inputs(2, tokens, dtype=dtype) | {"state": pool_of(2, dtype=dtype)}
     clean, dirty = run(backend, device, x, exact_packet=exact), x | {"q": x["q"].clone()}
     dirty["q"][0, 3] = NAN
     o, state, *_ = run(backend, device, dirty, exact_packet=exact)

@@ -175,9 +175,10 @@ def test_reset_in_a_packet_and_in_a_history(backend, device):
 
 
 @pytest.mark.interpret
-def test_nan_in_what_is_not_read_reaches_nothing(backend, device):
+@pytest.mark.parametrize("dtype", [F32, BF16])
+def test_nan_in_what_is_not_read_reaches_nothing(backend, device, dtype):
     """NaN in other slots, in places past the cursor and in rows without a slot reaches no result."""
-    x = call()
+    x = call(dtype=dtype, pool=dtype, kept=dtype)
     clean, dirty = run(backend, device, x), {name: v.clone() for name, v in x.items()}
     live = [7, 2, 4]
     dirty["state"][[s for s in range(SLOTS) if s not in live]] = NAN
@@ -194,27 +195,29 @@ def test_nan_in_what_is_not_read_reaches_nothing(backend, device):
 
 
 @pytest.mark.interpret
-@pytest.mark.parametrize("places", [20, 70])
-def test_programs_of_many_strips(triton_device, monkeypatch, places):
+@pytest.mark.parametrize("places, dtype, K, V", [(20, F32, 32, 100), (70, F32, 32, 100), (20, BF16, 64, 96)])
+def test_programs_of_many_strips(triton_device, monkeypatch, places, dtype, K, V):
     """Replay agrees in the tiles that are chosen when rows and heads fill a GPU."""
     monkeypatch.setattr(importlib.import_module("gdn.backends.triton.serving.packet"), "FILLED", 0)
-    sizes = {"HV": 4, "K": 32, "V": 100}
+    sizes = {"HV": 4, "K": K, "V": V, "dtype": dtype}
     x = inputs(2, 5, H=2, **sizes) | history(2, places, H=2, **sizes) | {"state": pool_of(2, **sizes)}
     x["cursor"] = torch.tensor([places - 5, 3])
-    agrees("triton", triton_device, x, 1e-5, 1e-6)
+    agrees("triton", triton_device, x, TOLERANCE[dtype], 1e-6)
 
 
 @pytest.mark.interpret
-def test_a_history_of_any_length(backend, device):
+@pytest.mark.parametrize("tokens, dtype", [(4, F32), (4, BF16), (12, BF16)])
+def test_a_history_of_any_length(backend, device, tokens, dtype):
     """A history may have more places than a program holds in registers."""
-    x = inputs(2, 4) | history(2, 100) | {"state": pool_of(2), "cursor": torch.tensor([90, 17])}
-    agrees(backend, device, x, 1e-5, 1e-6)
+    x = inputs(2, tokens, dtype=dtype) | history(2, 100, dtype=dtype)
+    x |= {"state": pool_of(2, dtype=dtype), "cursor": torch.tensor([88, 17])}
+    agrees(backend, device, x, TOLERANCE[dtype], 1e-6)
 
 
 @pytest.mark.interpret
-@pytest.mark.parametrize("l2norm, tokens", [(True, T), (False, T), (True, 11)])
-def test_nan_in_one_query_stays_there(backend, device, l2norm, tokens):
-    x = call(tokens=tokens) | history(SLOTS, 20)
+@pytest.mark.parametrize("l2norm, tokens, dtype", [(True, T, F32), (False, T, F32), (True, 11, BF16)])
+def test_nan_in_one_query_stays_there(backend, device, l2norm, tokens, dtype):
+    x = call(tokens=tokens, dtype=dtype, pool=dtype, kept=dtype) | history(SLOTS, 20, dtype=dtype)
     clean, dirty = run(backend, device, x, use_qk_l2norm_in_kernel=l2norm), x | {"q": x["q"].clone()}
     dirty["q"][0, 1] = NAN
     o, *kept = run(backend, device, dirty, use_qk_l2norm_in_kernel=l2norm)

@@ -32,12 +32,7 @@ from gdn.backends.triton.launch import (
     machine,
     unit_of,
 )
-from gdn.backends.triton.launch.pdl import (
-    launch_dependents,
-    pdl_options,
-    supports_pdl,
-    wait_previous,
-)
+from gdn.backends.triton.launch.pdl import launch_dependents, pdl_options, supports_pdl, wait_previous
 from gdn.backends.triton.lib import column_mask
 from gdn.backends.triton.serving import packet
 from gdn.backends.triton.serving.gates import gate_layout
@@ -84,9 +79,8 @@ from gdn.backends.triton.serving.structs import (
 )
 from gdn.problem import DecodeProblem
 
-# maxnreg of the largest tiles of 16-bit states, by "one token of at most 128 keys a row". Of several tokens
-# registers hold the next one, too. Of more keys a lane holds twice as many of q and k: ptxas spills some 700
-# bytes a lane in 128 registers.
+# maxnreg of the largest tiles of 16-bit states, by "no next token in registers, at most 128 keys". Of more
+# keys a lane holds twice as many of q and k: ptxas spills some 700 bytes a lane in 128 registers.
 REGISTERS = {True: 128, False: 160}
 INT16_REGISTERS = 136  # of many rows of one token, on states in int16 with their scales
 
@@ -106,7 +100,7 @@ def decode_kernel(
     R_FIRST: tl.constexpr, AXIS: tl.constexpr, KEPT_AXIS: tl.constexpr, DENSE: tl.constexpr,
     UNIT: tl.constexpr, STATE_UNIT: tl.constexpr, KEPT_UNIT: tl.constexpr, WRITE: tl.constexpr,
     ROUND: tl.constexpr, NORM: tl.constexpr, NEGATIVE: tl.constexpr, IS_SINGLE: tl.constexpr,
-    PDL: tl.constexpr, AHEAD: tl.constexpr, CHANNELS: tl.constexpr,
+    PDL: tl.constexpr, AHEAD: tl.constexpr, HAS_NEXT: tl.constexpr, CHANNELS: tl.constexpr,
 ):  # fmt: skip
     # S <- e^g S + k d^T,  d = beta (v - e^g k S),  o = scale q S, for each token of a row; Diag(e^g) S with
     # CHANNELS, the unit of the strides of a decay per key channel.
@@ -206,10 +200,11 @@ def decode_kernel(
             kept = intermediate_ptr + (kept_row * kept_n + head.to(tl.int64) * kept_h) * KEPT_UNIT
 
         for _ in range(count):
-            # load the next token from HBM while this one is computed in registers
-            q_next, k_next, v_next, g_next, beta_next = load_token(
-                tokens, at + 1, count, has_key, has_value, UNIT, CHANNELS
-            )
+            if HAS_NEXT:
+                # load the next token from HBM while this one is computed in registers
+                q_next, k_next, v_next, g_next, beta_next = load_token(
+                    tokens, at + 1, count, has_key, has_value, UNIT, CHANNELS
+                )
             if parent_ptr is not None:
                 # the parent of the first token is ignored
                 before = tl.load(parent_ptr + row * parent_n + at * parent_t, mask=at > 0, other=-1)
@@ -252,7 +247,10 @@ def decode_kernel(
                 if (target >= lowest) & (target < slots):
                     store_state(scaled_state(S, column_scale), pool, tile, target, entry, STATE_UNIT, AXIS)
             at += 1
-            q, k, v, g, beta = q_next, k_next, v_next, g_next, beta_next
+            if HAS_NEXT:
+                q, k, v, g, beta = q_next, k_next, v_next, g_next, beta_next
+            else:
+                q, k, v, g, beta = load_token(tokens, at, count, has_key, has_value, UNIT, CHANNELS)
         if WRITE == "final":
             target = slot
             if write_index_ptr is not None:
@@ -305,18 +303,15 @@ def decode(problem: DecodeProblem) -> CachedDecode | None:
 
 def _first(p: DecodeProblem) -> CachedDecode:
     one, tensors = plan_launch(p), launch_tensors(p)
-    compile_ahead(
-        p.q.device,
-        one.binary_key(tensors),
-        lambda: [(other, tensors) for other in launches_of_other_sizes(p)],
-    )
+    others = lambda: [(other, tensors) for other in launches_of_other_sizes(p)]  # noqa: E731
+    compile_ahead(p.q.device, one.binary_key(tensors), others)
     return CachedDecode(one, p.q.device)
 
 
 def _trace(one: Launch, tensors: tuple[Tensor | None, ...]) -> None:
-    """Trace the launch into a graph, without the options of PDL and prefetch, which need inline assembly."""
-    # False and 0: neither PDL nor prefetches into L2
-    plain = {name: type(x)() if name in ("PDL", "AHEAD") else x for name, x in one.constants.items()}
+    """Trace the launch into a graph, without the options of PDL and of loads, which need inline assembly."""
+    assembly = ("PDL", "AHEAD", "LOADS_FIRST", "HOLDS", "FETCHED")
+    plain = {name: type(x)() if name in assembly else x for name, x in one.constants.items()}
     wrapped = torch.library.wrap_triton(one.kernel)[(one.grid,)]
     wrapped(*tensors, *one.scalars, **plain, num_warps=one.num_warps, num_stages=one.num_stages)
 
@@ -382,6 +377,12 @@ def plan_launch(p: DecodeProblem, starts: Sequence[int] = (0, 0, 0), num_states:
         *scale_strides(p.column_scale),
     )  # fmt: skip
     is_single, is_full = not is_packed and p.q.shape[1] == 1, part.is_largest(p.K, p.V, axis, width, gpu)
+    # a next token in registers hides the latency of its loads; without it an SM holds more programs. Few
+    # programs have one, and those that spill in fewer registers: of more keys, int16, trees, channels in bf16
+    is_crowded = is_full and 2 * num_states * part.blocks(p.V) > RESIDENT * gpu.num_sms
+    is_lean = p.K <= 128 and p.column_scale is None and p.parent is None
+    is_lean &= width == 4 or not gates.channels
+    has_next = not is_single and not (is_crowded and is_lean)
     # where every token writes a state, these stores take the time, and the space in L2
     calls = is_full and (is_single or p.write != "all" and p.intermediate is None)
     constants = {
@@ -389,11 +390,11 @@ def plan_launch(p: DecodeProblem, starts: Sequence[int] = (0, 0, 0), num_states:
         "UNIT": unit, "STATE_UNIT": state_unit, "KEPT_UNIT": kept_unit, "WRITE": p.write,
         "ROUND": p.round_state and p.state.dtype != torch.float32, "NORM": p.use_qk_l2norm_in_kernel,
         "NEGATIVE": p.allow_neg_eigval, "IS_SINGLE": is_single, "PDL": supports_pdl(gpu),
-        "AHEAD": RESIDENT * gpu.num_sms if calls else 0, "CHANNELS": gates.channels,
+        "AHEAD": RESIDENT * gpu.num_sms if calls else 0, "HAS_NEXT": has_next, "CHANNELS": gates.channels,
     }  # fmt: skip
     # fifteen programs an SM instead of sixteen: faster in many waves over the SMs, slower where one would do
     is_scaled = p.column_scale is not None and num_states >= RESIDENT * gpu.num_sms
-    limit = {"maxnreg": max(REGISTERS[is_single and p.K <= 128], INT16_REGISTERS if is_scaled else 0)}
+    limit = {"maxnreg": max(REGISTERS[not has_next and p.K <= 128], INT16_REGISTERS if is_scaled else 0)}
     grid = (p.N + int(is_packed)) * p.HV * part.blocks(p.V)
     options = pdl_options(gpu) | (limit if is_full and width == 2 else {})
     return Launch(decode_kernel, grid, scalars, constants, part.num_warps, options=options)

@@ -37,7 +37,6 @@ from gdn.backends.triton.serving.history_lib import load_cursor, ring_places, so
 from gdn.backends.triton.serving.packet import index_strides, num_programs, options, sample_num_states
 from gdn.backends.triton.serving.packet_lib import (
     ROWS,
-    load_gates,
     load_operands,
     load_rows,
     load_slot,
@@ -47,8 +46,10 @@ from gdn.backends.triton.serving.packet_lib import (
     store_zeros,
     tokens_of_rows,
 )
+from gdn.backends.triton.serving.packet_loads import load_gates
 from gdn.backends.triton.serving.recurrent_lib import divide, locate_program, token_range
-from gdn.backends.triton.serving.replay import appends_history, describe_replay, run_strips
+from gdn.backends.triton.serving.replay import appends_history, describe_replay
+from gdn.backends.triton.serving.replay_lib import run_strips
 from gdn.backends.triton.serving.state_tiles import (
     kernel_offsets,
     remainder_strides,
@@ -180,7 +181,7 @@ def history_kernel(
         if remainder_ptr is not None:
             remainder_ptr += slot * low_n + head.to(tl.int64) * low_h
         scales = ColumnScales(column_scale_ptr, scale_v, remainder_ptr, low_k, low_v)
-        tensors = (v, state, scales, Strip(o_ptr, None, None, o_t, o_v))
+        tensors = (v, state, scales, Strip(o_ptr, None, None, o_t, o_v), (), ())
         end_high, end_low = split_fp64(G_end)
         solved = (X, W, row_scales, beta_rows, Sums(high, low), Sums(end_high, end_low))
         # one branch for all columns of a row and head: each loop is pipelined by itself

@@ -25,9 +25,11 @@ from gdn.backends.triton.serving.packet_lib import (
     add_outer_product,
     column_pointer,
     compute_outputs,
-    load_gates,
     load_operands,
+    load_parts,
     load_slot,
+    load_values,
+    multiply_parts,
     multiply_state,
     output_strip_pointers,
     row_pointers,
@@ -36,10 +38,16 @@ from gdn.backends.triton.serving.packet_lib import (
     spread_over_rows,
     store_outputs,
     store_zeros,
-    strip_mask,
     tokens_of_rows,
 )
-from gdn.backends.triton.serving.recurrent_lib import divide, locate_program, token_range
+from gdn.backends.triton.serving.packet_loads import (
+    load_gates,
+    load_strip,
+    multiply_held,
+    sum_gates,
+    use_parts_here,
+)
+from gdn.backends.triton.serving.recurrent_lib import divide, locate_program, prefetch_columns, token_range
 from gdn.backends.triton.serving.state_tiles import RESIDENT, magic_numbers, pool_strides
 from gdn.backends.triton.serving.structs import (
     Gates,
@@ -55,7 +63,7 @@ MAX_TOKENS = 16  # tokens of a packet
 HELD = {2: 128, 4: 32}  # bytes of an element -> keys of q and k that a program holds in registers
 FEW, MANY = 16, 32  # columns of a state that a program has in registers at a time
 FILLED = 6  # warps per SM from which a program takes all strips of columns instead of one
-UPDATED = 64  # keys of a state that one MMA updates
+UPDATED = 64  # keys of a state that one MMA updates, if the state is loaded again
 REGISTERS = 128  # maxnreg of programs of 8 tokens that write no state: sixteen programs an SM
 INT8_REGISTERS = 168  # the same on states in int8: twelve programs an SM, and no spills
 
@@ -74,12 +82,14 @@ def packet_kernel(
     NEAR: tl.constexpr, LINE: tl.constexpr, UNIT: tl.constexpr, STATE_UNIT: tl.constexpr,
     WRITE: tl.constexpr, NORM: tl.constexpr, NEGATIVE: tl.constexpr, LEVELS: tl.constexpr,
     PRECISION: tl.constexpr, FP32_PRECISION: tl.constexpr, RESET: tl.constexpr, PDL: tl.constexpr,
+    LOADS_FIRST: tl.constexpr, HOLDS: tl.constexpr, FETCHED: tl.constexpr,
 ):  # fmt: skip
     """Run one row's tokens as `decode` does, where at most the last state is written.
 
     Program (row, head, block): STRIPS strips of BV value columns. Grid: (N, + 1 if packed) * HV * blocks; one
     or two `warps`. PDL: it lets the next kernel start at once, and waits before its first load. Reads q, k,
     v, gates of up to 16 tokens and the state; writes o, and the last state if WRITE is "final".
+    LOADS_FIRST, HOLDS, FETCHED: see `order_loads`.
     """
     C: tl.constexpr = group_constants(
         K=K, V=V, BV=BV, BS=BS, BT=BT, STRIPS=STRIPS, STAGES=STAGES, AXIS=AXIS, DENSE=DENSE, NEAR=NEAR,
@@ -103,15 +113,35 @@ def packet_kernel(
     # q, k and gates are loaded before the slot index arrives, so their latencies overlap
     PARTS: tl.constexpr = 2 * BT // ROWS
     packet = Packet(q_ptr, k_ptr, count, q_t, k_t, q_k, k_k)
-    X, XK, QQ = load_operands(packet, C)
-    now = tl.arange(0, BT)
     gates = Gates(g_ptr, beta_ptr, a_ptr, b_ptr, A_log_ptr, dt_bias_ptr)
     gate_strides = GateStrides(g_b, g_t, g_h, beta_b, beta_t, beta_h, A_log_h, dt_bias_h)
-    G, beta = load_gates(gates, gate_strides, n, first, head, count, C)
+    now = tl.arange(0, BT)
+    if LOADS_FIRST:
+        X = load_parts(packet, C)
+        logits = load_gates(gates, gate_strides, n, first, head, count, C, True)
+    else:
+        X, XK, QQ = load_operands(packet, C)
+        G, beta = load_gates(gates, gate_strides, n, first, head, count, C)
     # not an early return: exporters look for the stores of a kernel, and do not follow jumps
     if (slot < lowest) | (slot >= slots) | (n >= N):
         store_zeros(o_ptr, count, block * STRIPS, o_t, o_v, C)
     else:
+        values = Strip(v_ptr, None, None, v_t, v_v)
+        start_ptr = state_ptr + head.to(tl.int64) * state_h * STATE_UNIT
+        start_ptr += (slot * state_n + entry * state_r) * STATE_UNIT
+        if FETCHED > 0:
+            LINES: tl.constexpr = K * state_ptr.dtype.element_ty.primitive_bitwidth // (8 * 128)
+            prefetch_columns(start_ptr, block * (STRIPS * BV), state_v, FETCHED, LINES, STATE_UNIT)
+        if HOLDS:
+            # S is on its way from HBM while the packet's system is solved in registers
+            held_v = load_values(values, block * BV, count, C)
+            held_ptr = column_pointer(start_ptr, block * BV, state_v * STATE_UNIT, AXIS == "v")
+            held = load_strip(Strip(held_ptr, tl.arange(0, BV), V - block * BV, state_k, state_v), C)
+        if LOADS_FIRST:
+            if HOLDS or PARTS == 2:
+                X = use_parts_here(X)
+            XK, QQ = multiply_parts(X, packet, C)
+            G, beta = sum_gates(logits, gates, count, C)
         high, low = split_fp64(spread_over_rows(G))
         beta_rows = spread_over_rows(beta)
         # W is computed once and stays in registers over all strips
@@ -119,8 +149,6 @@ def packet_kernel(
         decays = tl.exp(high)
         end_high, end_low = split_fp64(tl.sum(tl.where(now == BT - 1, G, 0.0), 0))
         at_end = decay(high, low, end_high, end_low)
-        start_ptr = state_ptr + head.to(tl.int64) * state_h * STATE_UNIT
-        start_ptr += (slot * state_n + entry * state_r) * STATE_UNIT
         # distance from the slot that is read to the slot that is written
         there, is_written = tl.full([], 0, tl.int64), False
         if WRITE == "final":
@@ -133,14 +161,13 @@ def packet_kernel(
             column, vs = (block * STRIPS + strip) * BV, tl.arange(0, BV)
             left = V - column
             tokens, is_k = tokens_of_rows(PARTS - 1, BT)
-            has_both = (tokens < count)[:, None] & strip_mask(vs, left, V, STRIPS)[None, :]
-            v_at = row_pointers(
-                column_pointer(v_ptr, column, v_v, DENSE), tokens, vs, v_t, v_v, UNIT, DENSE, NEAR
-            )
-            v = tl.load(v_at, mask=has_both & is_k[:, None], other=0.0)
             strip_ptr = column_pointer(start_ptr, column, state_v * STATE_UNIT, AXIS == "v")
             state = Strip(strip_ptr, vs, left, state_k, state_v)
-            XS = multiply_state(X, packet, state, C)
+            if HOLDS:
+                v, XS = held_v, multiply_held(X, held, C)
+            else:
+                v = load_values(values, column, count, C)
+                XS = multiply_state(X, packet, state, C)
             # norms and decays scale MMA results in registers, instead of q and k
             XS = scale_rows(XS, row_scales, decays)
             outputs = compute_outputs(XS, v, beta_rows, W, BT, FP32_PRECISION)
@@ -148,14 +175,22 @@ def packet_kernel(
             store_outputs(o, outputs, count, C)
             if WRITE == "final":
                 u = tl.where(is_k[:, None], outputs[PARTS - 1] * at_end[:, None], 0.0)
-                # in blocks of BU keys: S is still in L2, and all of it would not fit into registers
+                # in blocks of BU keys: S is still in L2, and all of it may not fit into registers
+                # k that is converted to fp32 is loaded again, for the reason in `multiplies_as_loaded`
+                IS_SPLIT: tl.constexpr = AXIS == "k" and q_ptr.dtype.element_ty == tl.bfloat16
+                KEEPS: tl.constexpr = HOLDS and BU == BS and IS_SPLIT
                 for start in tl.static_range(0, K, BU):
                     ks = start + tl.arange(0, BU)
                     place, in_state = output_strip_pointers(state, ks, C)
-                    S = tl.load(place, mask=in_state, other=0.0).to(tl.float32) * tl.exp(end_high)
-                    k_at = row_pointers(k_ptr, tokens, ks, k_t, k_k, UNIT, DENSE, NEAR)
-                    has_key = (is_k & (tokens < count))[:, None] & column_mask(ks, K)[None, :]
-                    k = tl.load(k_at, mask=has_key, other=0.0)
+                    if KEEPS:
+                        # the products of q's rows may be NaN, and must not reach the state
+                        S, k = held, tl.where(is_k[:, None], X[PARTS - 1], 0.0)
+                    else:
+                        S = tl.load(place, mask=in_state, other=0.0)
+                        k_at = row_pointers(k_ptr, tokens, ks, k_t, k_k, UNIT, DENSE, NEAR)
+                        has_key = (is_k & (tokens < count))[:, None] & column_mask(ks, K)[None, :]
+                        k = tl.load(k_at, mask=has_key, other=0.0)
+                    S = S.to(tl.float32) * tl.exp(end_high)
                     S = add_outer_product(S, k, u, AXIS, PRECISION).to(state_ptr.dtype.element_ty)
                     tl.store(place + there, S, mask=in_state & is_written)
 
@@ -205,15 +240,46 @@ def warps(sizes: Mapping[str, int]) -> int:
     return 2 if sizes["BV"] == MANY and sizes["STRIPS"] == 1 and sizes["BT"] == 8 else 1
 
 
-def options(sizes: Mapping[str, int], p: "AnyRows", is_written: bool) -> dict[str, Any]:
+def options(
+    sizes: Mapping[str, int], p: "AnyRows", is_written: bool, holds_state: bool = False
+) -> dict[str, Any]:
     """Return the options of a launch: PDL, and a register limit if occupancy counts and nothing spills."""
     gpu = machine(p.q.device)
     is_small = sizes["BT"] == 8 and p.q.element_size() == 2 and not is_written
     # int16 takes the registers of its two halves
     limit = INT8_REGISTERS if p.state.dtype == torch.int8 else REGISTERS
     has_limit = p.state.dtype in (torch.bfloat16, torch.float16, torch.int8)
-    is_limited = is_small and has_limit and sizes["STRIPS"] > 1 and gpu.kind == "cuda"
-    return pdl_options(gpu) | ({"maxnreg": limit} if is_limited else {})
+    is_limited = is_small and has_limit and sizes["STRIPS"] > 1
+    # eight rows of 32 heads are then one wave over the SMs
+    is_limited |= holds_state and warps(sizes) == 2
+    return pdl_options(gpu) | ({"maxnreg": limit} if is_limited and gpu.kind == "cuda" else {})
+
+
+def order_loads(sizes: Mapping[str, int], p: DecodeProblem | ReplayProblem, axis: str) -> dict[str, Any]:
+    """Return when a program loads what it reads. No bit of a result depends on it.
+
+    LOADS_FIRST: all loads that need no other are issued before the first MMA.
+    HOLDS: a program of one strip loads its state and v then, and keeps them in registers.
+    FETCHED: a program of several strips prefetches so many columns, the first two strips, into L2.
+    """
+    has_all_keys, is_single = sizes["BS"] >= p.K, sizes["STRIPS"] == 1
+    is_first = machine(p.q.device).kind == "cuda" and has_all_keys and multiplies_as_loaded(p)
+    # the scores of 16 tokens with a history need the registers of half a strip
+    fits = sizes["BT"] == 8 or sizes["BV"] * sizes["BS"] <= FEW * HELD[2] or isinstance(p, DecodeProblem)
+    # whole lines of 128 bytes, and strips that all columns of a program fill
+    is_even = axis == "k" and p.K in (64, 128) and p.V % sizes["BV"] == 0
+    fetched = 2 * sizes["BV"] if is_first and not is_single and is_even else 0
+    return {"LOADS_FIRST": is_first, "HOLDS": is_first and is_single and fits, "FETCHED": fetched}
+
+
+def multiplies_as_loaded(p: DecodeProblem | ReplayProblem) -> bool:
+    """Return True if MMAs multiply tokens, state and history in the one 16-bit dtype that they have.
+
+    Where an operand is converted to fp32, Triton chooses the order of an MMA's keys by the width of its load,
+    which it does not see through `use_here`: sums, and so bits, would be others.
+    """
+    tensors = (p.q, p.state) if isinstance(p, DecodeProblem) else (p.q, p.state, p.history_u, p.history_k)
+    return {x.dtype for x in tensors} in ({torch.bfloat16}, {torch.float16})
 
 
 def fits_32_bits(*extents: int) -> bool:
@@ -300,14 +366,19 @@ def plan(p: DecodeProblem, starts: Sequence[int], num_states: int | None = None)
         p.read_index.shape[1] if p.num_accepted is not None and p.read_index is not None else 1,
         p.state.shape[1] if p.ring_pos is not None else 1, p.scale,
     )  # fmt: skip
+    loads = order_loads(sizes, p, axis)
+    # few tokens of few columns leave the registers to update all keys of a state that is held
+    is_held = loads["HOLDS"] and (sizes["BT"], sizes["BV"], axis) == (8, FEW, "k")
+    is_held &= p.q.dtype == torch.bfloat16
+    updated = sizes["BS"] if is_held else UPDATED
     constants = {
-        "K": p.K, "V": p.V, "BU": min(UPDATED, sizes["BS"]), **sizes, "AXIS": axis,
+        "K": p.K, "V": p.V, "BU": min(updated, sizes["BS"]), **sizes, "AXIS": axis,
         "DENSE": tails == (1, 1, 1, 1),
         "NEAR": fits_32_bits(*row_extents(rows, tails, p), *state_extents(state, state_unit, p)),
         "LINE": line_stride(axis, state, state_unit, p), "UNIT": unit, "STATE_UNIT": state_unit,
         "WRITE": p.write, "NORM": p.use_qk_l2norm_in_kernel,
         "NEGATIVE": p.allow_neg_eigval, "LEVELS": levels(longest),
-        **precisions(p.q.dtype == torch.float32, gpu), "RESET": RESET, "PDL": supports_pdl(gpu),
+        **precisions(p.q.dtype == torch.float32, gpu), "RESET": RESET, "PDL": supports_pdl(gpu), **loads,
     }  # fmt: skip
-    rest, programs = options(sizes, p, is_written), num_programs(p, sizes)
+    rest, programs = options(sizes, p, is_written, loads["HOLDS"]), num_programs(p, sizes)
     return Launch(packet_kernel, programs, scalars, constants, warps(sizes), options=rest)

@@ -18,7 +18,7 @@ is rounded to 2^-11 (tf32), and u to 2^-16 as split bf16 (hi + lo); a single bf1
 import triton.language as tl
 
 from gdn.backends.triton.launch import jit
-from gdn.backends.triton.lib import activate_beta, column_mask, decay, dot, softplus, split_bf16
+from gdn.backends.triton.lib import column_mask, decay, dot, split_bf16
 
 ROWS = tl.constexpr(16)  # rows of an MMA on tensor cores
 
@@ -156,45 +156,6 @@ def dot_state(x, S, acc, PRECISION: tl.constexpr):
 
 
 @jit
-def load_gates(gates, strides, n, first, head, count, C: tl.constexpr):
-    """Return fp64 sums of g from the packet's start, and beta, of a row and head; beta is 0 past its end."""
-    tokens = tl.arange(0, C.BT)
-    is_token = tokens < count
-    RAW: tl.constexpr = gates.a_ptr is not None
-    g_ptr, beta_ptr = gates.g_ptr, gates.beta_ptr
-    A_log_ptr, dt_bias_ptr = gates.A_log_ptr, gates.dt_bias_ptr
-    if RAW:
-        g_ptr, beta_ptr = gates.a_ptr, gates.b_ptr
-        A_log_ptr += head * strides.A_log_h
-    if g_ptr is not None:
-        g_ptr += n * strides.g_b + first * strides.g_t + head * strides.g_h
-    if beta_ptr is not None:
-        beta_ptr += n * strides.beta_b + first * strides.beta_t + head * strides.beta_h
-    if dt_bias_ptr is not None:
-        dt_bias_ptr += head * strides.dt_bias_h
-    if g_ptr is None:
-        g = tl.zeros(tokens.shape, tl.float32)
-    else:
-        g = tl.load(g_ptr + tokens.to(tl.int64) * strides.g_t, mask=is_token, other=0.0).to(tl.float32)
-        if RAW:
-            if dt_bias_ptr is not None:
-                g += tl.load(dt_bias_ptr).to(tl.float32)
-            g = -tl.exp(tl.load(A_log_ptr).to(tl.float32)) * softplus(g)
-    # g = -inf counts as RESET: e^RESET is 0, and sums with it are finite. tl.where keeps NaN:
-    # tl.maximum(NaN, RESET) is RESET on a GPU
-    g = tl.where(is_token, tl.where(g < C.RESET, C.RESET, g), 0.0)
-    if beta_ptr is None:
-        beta = tl.full(tokens.shape, 1.0, tl.float32)
-    else:
-        beta = activate_beta(
-            tl.load(beta_ptr + tokens.to(tl.int64) * strides.beta_t, mask=is_token, other=0.0),
-            RAW,
-            C.NEGATIVE,
-        )
-    return tl.cumsum(g.to(tl.float64), 0), tl.where(is_token, beta, 0.0)
-
-
-@jit
 def spread_over_rows(x):
     """Spread one value per token over the rows of a part."""
     BT: tl.constexpr = x.shape[0]
@@ -236,16 +197,31 @@ def load_rows(part: tl.constexpr, packet, ks, C: tl.constexpr):
 
 @jit
 def load_operands(packet, C: tl.constexpr):
-    """Return the first BS keys of all parts, X k^T by parts, and q q^T (X k^T itself if there is one part).
+    """Return the first BS keys of all parts, X k^T by parts, and q q^T (X k^T if there is one part)."""
+    X = load_parts(packet, C)
+    XK, QQ = multiply_parts(X, packet, C)
+    return X, XK, QQ
+
+
+@jit
+def load_parts(packet, C: tl.constexpr):
+    """Load the first BS keys of all parts.
 
     Keys beyond BS do not fit into registers and are loaded again where they are needed.
     """
-    PARTS: tl.constexpr = 2 * C.BT // ROWS
     ks = tl.arange(0, C.BS)
     first = load_rows(0, packet, ks, C)
-    last = first
-    if PARTS == 2:
-        last = load_rows(1, packet, ks, C)
+    if 2 * C.BT == ROWS:
+        return (first,)
+    else:
+        return first, load_rows(1, packet, ks, C)
+
+
+@jit
+def multiply_parts(X, packet, C: tl.constexpr):
+    """Return X k^T by parts and q q^T, of all keys; X has the first BS."""
+    PARTS: tl.constexpr = 2 * C.BT // ROWS
+    first, last = X[0], X[PARTS - 1]
     kk = dot(last, tl.trans(last), None, C.PRECISION)  # 16 x 16 results in registers
     qk, qq = kk, kk
     if PARTS == 2:
@@ -259,9 +235,20 @@ def load_operands(packet, C: tl.constexpr):
                 q = load_rows(0, packet, ks, C)
                 qk, qq = dot(q, tl.trans(k), qk, C.PRECISION), dot(q, tl.trans(q), qq, C.PRECISION)
     if PARTS == 2:
-        return (first, last), (qk, kk), qq
+        return (qk, kk), qq
     else:
-        return (last,), (kk,), kk
+        return (kk,), kk
+
+
+@jit
+def load_values(v, column, count, C: tl.constexpr):
+    """Load v of a strip of columns [16, BV] in the rows that hold keys; other rows are zero."""
+    tokens, is_k = tokens_of_rows(2 * C.BT // ROWS - 1, C.BT)
+    vs = tl.arange(0, C.BV)
+    has_value = strip_mask(vs, C.V - column, C.V, C.STRIPS)[None, :]
+    v_ptr = column_pointer(v.ptr, column, v.outer, C.DENSE)
+    v_at = row_pointers(v_ptr, tokens, vs, v.inner, v.outer, C.UNIT, C.DENSE, C.NEAR)
+    return tl.load(v_at, mask=(is_k & (tokens < count))[:, None] & has_value, other=0.0)
 
 
 @jit
@@ -299,9 +286,13 @@ def solve_packet(XK, QQ, high, low, beta, scale, C: tl.constexpr):
 def multiply_state(X, packet, strip, C: tl.constexpr):
     """Return X S by parts, each [16, vs]."""
     PARTS: tl.constexpr = 2 * C.BT // ROWS
-    last = tl.zeros([ROWS, strip.vs.shape[0]], tl.float32)
-    first = last
-    if C.BS < C.K:
+    if C.BS >= C.K:
+        # all keys fit: X is already in registers, and S is loaded once
+        place, in_state = strip_pointers(strip, tl.arange(0, C.BS), C)
+        return multiply_strip(X, tl.load(place, mask=in_state, other=0.0), C)
+    else:
+        last = tl.zeros([ROWS, strip.vs.shape[0]], tl.float32)
+        first = last
         for start in tl.range(0, C.K, C.BS, num_stages=C.STAGES):
             ks = start + tl.arange(0, C.BS)
             # the pipeliner keeps STAGES - 1 blocks of S in flight from HBM
@@ -312,16 +303,19 @@ def multiply_state(X, packet, strip, C: tl.constexpr):
             if PARTS == 2:
                 q = load_rows(0, packet, ks, C)
                 first = dot_state(q, S, first, C.PRECISION)
-    else:
-        ks = tl.arange(0, C.BS)
-        place, in_state = strip_pointers(strip, ks, C)
-        # all keys fit: X is already in registers, and S is loaded once
-        S = tl.load(place, mask=in_state, other=0.0)
-        last = dot_state(X[PARTS - 1], S, last, C.PRECISION)
         if PARTS == 2:
-            first = dot_state(X[0], S, first, C.PRECISION)
-    if PARTS == 2:
-        return first, last
+            return first, last
+        else:
+            return (last,)
+
+
+@jit
+def multiply_strip(X, S, C: tl.constexpr):
+    """Return X S by parts, of all keys of a strip [K, vs] of the state."""
+    zeros = tl.zeros([ROWS, S.shape[1]], tl.float32)
+    last = dot_state(X[len(X) - 1], S, zeros, C.PRECISION)
+    if len(X) == 2:
+        return dot_state(X[0], S, zeros, C.PRECISION), last
     else:
         return (last,)
 

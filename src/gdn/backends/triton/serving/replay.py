@@ -20,22 +20,13 @@ from gdn.backends.triton.launch import (
     PlanCache,
     compile_ahead,
     is_recording,
-    jit,
     kernel,
     machine,
     unit_of,
 )
 from gdn.backends.triton.launch.pdl import launch_dependents_then_wait, supports_pdl
-from gdn.backends.triton.lib import column_mask, decay, split_fp64
+from gdn.backends.triton.lib import column_mask, split_fp64
 from gdn.backends.triton.serving.fold import PLACES, history_blocks
-from gdn.backends.triton.serving.history_lib import (
-    apply_column_scales,
-    compute_token,
-    fold_strip,
-    load_history_G,
-    load_history_u,
-    ring_places,
-)
 from gdn.backends.triton.serving.packet import (
     MAX_TOKENS,
     blocks,
@@ -45,6 +36,7 @@ from gdn.backends.triton.serving.packet import (
     line_stride,
     num_programs,
     options,
+    order_loads,
     precisions,
     row_extents,
     sample_num_states,
@@ -55,24 +47,28 @@ from gdn.backends.triton.serving.packet import (
 from gdn.backends.triton.serving.packet_lib import (
     ROWS,
     column_pointer,
-    compute_outputs,
-    dot_mixed,
-    load_gates,
     load_operands,
+    load_parts,
     load_rows,
     load_slot,
-    multiply_state,
+    load_values,
+    multiply_parts,
     row_pointers,
-    scale_rows,
     solve_packet,
     spread_over_rows,
-    store_outputs,
     store_zeros,
     strip_mask,
     tokens_of_rows,
 )
-from gdn.backends.triton.serving.recurrent_lib import divide, locate_program, token_range
+from gdn.backends.triton.serving.packet_loads import (
+    load_gates,
+    load_strip,
+    sum_gates,
+    use_parts_here,
+)
+from gdn.backends.triton.serving.recurrent_lib import divide, locate_program, prefetch_columns, token_range
 from gdn.backends.triton.serving.replay_channels import plan_channels_replay
+from gdn.backends.triton.serving.replay_lib import load_past, run_strips
 from gdn.backends.triton.serving.state_tiles import kernel_offsets, magic_numbers, pool_strides
 from gdn.backends.triton.serving.structs import (
     Appended,
@@ -93,98 +89,6 @@ from gdn.problem import RESET, HistoryProblem, ReplayProblem
 APPENDS_FROM = {(90, 128, 128): 64 * 32}
 
 
-@jit
-def score_history(X, row_scales, packet, history, start, sums, C: tl.constexpr):
-    """Return scores of rows and BP places of a history, by parts: <row, k_j> e^(G - G_j), scaled [16, BP]."""
-    PARTS: tl.constexpr = 2 * C.BT // ROWS
-    old = start + tl.arange(0, C.BP)
-    places = ring_places(old, history)
-    last = tl.zeros([ROWS, C.BP], tl.float32)
-    first = last
-    for key in tl.range(0, C.K, C.BS):
-        ks = key + tl.arange(0, C.BS)
-        past_k = tl.load(
-            row_pointers(history.k_ptr, places, ks, history.k_p, 1, C.PAST_UNIT, True, C.NEAR),
-            mask=(old < history.count)[:, None] & column_mask(ks, C.K)[None, :], other=0.0,
-        )  # fmt: skip
-        for part in tl.static_range(PARTS):
-            if C.BS < C.K:
-                x = load_rows(part, packet, ks, C)
-            else:
-                x = X[part]
-            if part == PARTS - 1:
-                last = dot_mixed(x, tl.trans(past_k), last, C.PRECISION)
-            else:
-                first = dot_mixed(x, tl.trans(past_k), first, C.PRECISION)
-    old_high, old_low = load_history_G(history, old)
-    # decays up to each row of the packet, from hi + lo sums
-    D = decay(old_high[None, :], old_low[None, :], sums.high[:, None], sums.low[:, None])
-    if PARTS == 2:
-        return first * D * row_scales[0][:, None], last * D * row_scales[1][:, None]
-    else:
-        return (last * D * row_scales[0][:, None],)
-
-
-@jit
-def add_history(XS, scores, u, PRECISION: tl.constexpr):
-    """Add the history's part, scores times u, to the products of rows and state, by parts."""
-    outputs = ()
-    for part in tl.static_range(len(XS)):
-        outputs = outputs + (dot_mixed(scores[part], u, XS[part], PRECISION),)
-    return outputs
-
-
-@jit
-def run_strips(solved, packet, history, tensors, new, block, C: tl.constexpr, PASTS: tl.constexpr):
-    """Compute o and u for all columns of a program, with PASTS blocks of a history, or all if PASTS is 0."""
-    PARTS: tl.constexpr = 2 * C.BT // ROWS
-    X, W, row_scales, beta, sums, end = solved
-    v, state, scales, o = tensors
-    # scores with the history stay in registers over all strips of columns
-    scores = ()
-    for held in tl.static_range(PASTS):
-        scores = scores + (score_history(X, row_scales, packet, history, held * C.BP, sums, C),)
-    decays = tl.exp(sums.high)
-    tokens, is_k = tokens_of_rows(PARTS - 1, C.BT)
-    # the pipeliner keeps STAGES - 1 strips of S in flight from HBM
-    for strip in tl.range(0, C.STRIPS, num_stages=C.STAGES):
-        column, vs = (block * C.STRIPS + strip) * C.BV, tl.arange(0, C.BV)
-        left = C.V - column
-        has_value = strip_mask(vs, left, C.V, C.STRIPS)[None, :]
-        v_ptr = column_pointer(v.ptr, column, v.outer, C.DENSE)
-        v_at = row_pointers(v_ptr, tokens, vs, v.inner, v.outer, C.UNIT, C.DENSE, C.NEAR)
-        values = tl.load(v_at, mask=(is_k & (tokens < packet.count))[:, None] & has_value, other=0.0)
-        strip_ptr = column_pointer(state.ptr, column, state.outer * C.STATE_UNIT, C.AXIS == "v")
-        XS = multiply_state(X, packet, Strip(strip_ptr, vs, left, state.inner, state.outer), C)
-        XS = scale_rows(XS, row_scales, decays)
-        if scales.ptr is not None:
-            XS = apply_column_scales(XS, scales, column, vs, has_value)
-        past_u_ptr = history.u_ptr + column
-        for held in tl.static_range(PASTS):
-            u_old = load_history_u(history, past_u_ptr, held * C.BP, vs, has_value, C)
-            XS = add_history(XS, scores[held], u_old, C.PRECISION)
-        # a long history: its scores are recomputed for each strip, because they do not fit into registers
-        if PASTS == 0:
-            for start in range(0, history.count, C.BP):
-                score = score_history(X, row_scales, packet, history, start, sums, C)
-                u_old = load_history_u(history, past_u_ptr, start, vs, has_value, C)
-                XS = add_history(XS, score, u_old, C.PRECISION)
-        if C.IS_SINGLE:
-            outputs = compute_token(XS, values, beta, W)
-        else:
-            outputs = compute_outputs(XS, values, beta, W, C.BT, C.FP32_PRECISION)
-        o_ptr = column_pointer(o.ptr, column, o.outer, C.DENSE)
-        store_outputs(Strip(o_ptr, vs, left, o.inner, o.outer), outputs, packet.count, C)
-        u_at = row_pointers(past_u_ptr, new.places, vs, history.u_p, 1, C.PAST_UNIT, True, C.NEAR)
-        u = outputs[PARTS - 1].to(history.u_ptr.dtype.element_ty)
-        # u of places beyond the history is dropped
-        tl.store(u_at, u, mask=new.is_kept[:, None] & has_value)
-        if C.FOLDS:
-            # S of this strip is still in L2: it is loaded again, in the layout of its store
-            columns = Strip(strip_ptr, vs, left, state.inner, state.outer)
-            fold_strip(columns, scales, history, end, column, C)
-
-
 @kernel
 def replay_kernel(
     q_ptr, k_ptr, v_ptr, state_ptr, u_history_ptr, k_history_ptr, G_history_ptr, cursor_ptr, g_ptr, beta_ptr,
@@ -198,13 +102,14 @@ def replay_kernel(
     DENSE: tl.constexpr, NEAR: tl.constexpr, LINE: tl.constexpr, UNIT: tl.constexpr, STATE_UNIT: tl.constexpr,
     PAST_UNIT: tl.constexpr, NORM: tl.constexpr, NEGATIVE: tl.constexpr, LEVELS: tl.constexpr,
     PRECISION: tl.constexpr, FP32_PRECISION: tl.constexpr, RESET: tl.constexpr, PDL: tl.constexpr,
-    IS_LONG: tl.constexpr,
+    LOADS_FIRST: tl.constexpr, HOLDS: tl.constexpr, FETCHED: tl.constexpr, IS_LONG: tl.constexpr,
 ):  # fmt: skip
     # S_t = e^(G_t) S + sum_j e^(G_t - G_j) k_j u_j^T, then o and u of the packet as in `packet`.
     # Program (row, head, block): STRIPS strips of BV value columns; grid: (N, + 1 if packed) * HV * blocks; 1
     # or 2 warps. Up to PASTS blocks of scores with the history stay in registers over all strips.
     # PDL: it lets the next kernel start at once, and waits for the previous one before its first load.
     # Reads S once, the history and the packet; writes o, and appends u, k and G of the packet.
+    # LOADS_FIRST, HOLDS, FETCHED: see `order_loads`.
     C: tl.constexpr = group_constants(
         K=K, V=V, BP=BP, BV=BV, BS=BS, BT=BT, STRIPS=STRIPS, STAGES=STAGES, AXIS=AXIS, DENSE=DENSE, NEAR=NEAR,
         LINE=LINE, UNIT=UNIT, STATE_UNIT=STATE_UNIT, PAST_UNIT=PAST_UNIT, NORM=NORM, NEGATIVE=NEGATIVE,
@@ -224,34 +129,59 @@ def replay_kernel(
     # q, k and gates are loaded before the slot index arrives, so their latencies overlap
     PARTS: tl.constexpr = 2 * BT // ROWS
     packet = Packet(q_ptr, k_ptr, count, q_t, k_t, q_k, k_k)
-    X, XK, QQ = load_operands(packet, C)
-    now = tl.arange(0, BT)
     gates = Gates(g_ptr, beta_ptr, a_ptr, b_ptr, A_log_ptr, dt_bias_ptr)
     gate_strides = GateStrides(g_b, g_t, g_h, beta_b, beta_t, beta_h, A_log_h, dt_bias_h)
-    G, beta = load_gates(gates, gate_strides, n, first, head, count, C)
+    now = tl.arange(0, BT)
+    if LOADS_FIRST:
+        X = load_parts(packet, C)
+        logits = load_gates(gates, gate_strides, n, first, head, count, C, True)
+    else:
+        X, XK, QQ = load_operands(packet, C)
+        G, beta = load_gates(gates, gate_strides, n, first, head, count, C)
     # not an early return: exporters look for the stores of a kernel, and do not follow jumps
     if (slot < lowest) | (slot >= slots) | (n >= N):
         store_zeros(o_ptr, count, block * STRIPS, o_t, o_v, C)
     else:
+        state_ptr += (slot * state_n + head.to(tl.int64) * state_h) * STATE_UNIT
+        # all columns: `run_strips` takes a strip of them at a time
+        v, state = Strip(v_ptr, None, None, v_t, v_v), Strip(state_ptr, None, None, state_k, state_v)
+        if FETCHED > 0:
+            LINES: tl.constexpr = K * state_ptr.dtype.element_ty.primitive_bitwidth // (8 * 128)
+            prefetch_columns(state_ptr, block * (STRIPS * BV), state_v, FETCHED, LINES, STATE_UNIT)
         # the history of the slot starts at place 0; the packet is appended at `base`
         base = tl.load(cursor_ptr + slot * cursor_n).to(tl.int64)
+        held, past = (), ()
+        if HOLDS:
+            # S is on its way from HBM while the packet's system is solved in registers
+            held_ptr = column_pointer(state_ptr, block * BV, state_v * STATE_UNIT, AXIS == "v")
+            S = load_strip(Strip(held_ptr, tl.arange(0, BV), V - block * BV, state_k, state_v), C)
+            held = (S, load_values(v, block * BV, count, C))
+        if LOADS_FIRST:
+            if HOLDS or PARTS == 2:
+                X = use_parts_here(X)
+            XK, QQ = multiply_parts(X, packet, C)
         base = tl.minimum(tl.maximum(base, 0), places).to(tl.int32)
         u_history_ptr += (slot * u_n + head * u_h) * PAST_UNIT
         k_history_ptr += (slot * past_n + key_head * past_h) * PAST_UNIT
         G_history_ptr += slot * G_n + head * G_h
-        G += tl.load(G_history_ptr + (base - 1).to(tl.int64) * G_p, mask=base > 0, other=0.0).to(tl.float64)
+        history = History(u_history_ptr, k_history_ptr, G_history_ptr, base, u_p, past_p, G_p, None, None)
+        G_base = tl.load(G_history_ptr + (base - 1).to(tl.int64) * G_p, mask=base > 0, other=0.0)
+        if HOLDS and BT == 8 and BV == ROWS:
+            # few tokens of few columns leave the registers for the first places of the history
+            has_value = strip_mask(tl.arange(0, BV), V - block * BV, V, STRIPS)[None, :]
+            past = load_past(history, block * BV, has_value, C)
+        if LOADS_FIRST:
+            G, beta = sum_gates(logits, gates, count, C)
+        G += G_base.to(tl.float64)
         high, low = split_fp64(spread_over_rows(G))
         beta_rows = spread_over_rows(beta)
         W, row_scales = solve_packet(XK, QQ, high, low, beta_rows, scale, C)
         tokens, is_k = tokens_of_rows(PARTS - 1, BT)
         new = base + tokens
         is_kept = is_k & (tokens < count) & (new < places)
-        state_ptr += (slot * state_n + head.to(tl.int64) * state_h) * STATE_UNIT
-        history = History(u_history_ptr, k_history_ptr, G_history_ptr, base, u_p, past_p, G_p, None, None)
         solved = (X, W, row_scales, beta_rows, Sums(high, low), None)
-        # all columns: `run_strips` takes a strip of them at a time
-        v, state = Strip(v_ptr, None, None, v_t, v_v), Strip(state_ptr, None, None, state_k, state_v)
-        tensors = (v, state, ColumnScales(None, None, None, None, None), Strip(o_ptr, None, None, o_t, o_v))
+        scales = ColumnScales(None, None, None, None, None)
+        tensors = (v, state, scales, Strip(o_ptr, None, None, o_t, o_v), held, past)
         # with space left for a packet, a history mostly has at most PASTS * BP places
         if IS_LONG & (base > PASTS * BP):
             run_strips(solved, packet, history, tensors, Appended(new, is_kept), block, C, 0)
@@ -316,7 +246,9 @@ def _plan_replay(p: ReplayProblem, num_states: int | None = None) -> Launch:
     shorter = MAX_TOKENS if sizes["BT"] == MAX_TOKENS and p.state.element_size() == 2 else 0
     held = history_blocks(p.places - shorter)
     constants |= {"PASTS": held, "IS_LONG": 0 < held * PLACES < p.places}
-    grid, rest = num_programs(p, sizes), options(sizes, p, False)
+    loads = order_loads(sizes, p, constants["AXIS"])
+    grid, rest = num_programs(p, sizes), options(sizes, p, False, loads["HOLDS"])
+    constants |= loads
     return Launch(replay_kernel, grid, scalars, constants, warps(sizes), options=rest)
 
 
