@@ -8,6 +8,10 @@ TORCH ?= torch==2.13.0
 # what the recorded spills in tests/spills.json belong to; put where torch has brought none, on what it has wheels for
 TRITON ?= triton==3.6.0
 OTHER_TRITONS := 3.7.1 3.8.0 3.9.0
+# the oldest torch that pyproject.toml allows, laid over the environment for the tests of its compiler, on a CPU. Of
+# its CUDA packages one of 2 MB is installed, in the version that it asks for (.ci/without_cuda)
+OLDEST_TORCH ?= 2.11.0
+OLDEST_CUDART ?= nvidia-cuda-runtime==13.0.96
 # 1.5 MB of Python; laid over the environment, for where Transformers finds it, it calls it, on a CPU in vain
 FLA ?= flash-linear-attention==0.6.0 fla-core==0.6.0 einops==0.8.2
 # read, not installed: 482 MB of wheels, of which the tests need the Python files
@@ -36,12 +40,13 @@ can = $(shell $(PYTHON) -c "import $(1)" 2>/dev/null && echo yes)
 # the package and its benchmarks, also for a python that has everything but them
 export PYTHONPATH := $(CURDIR)/src:$(CURDIR)/benchmarks$(if $(PYTHONPATH),:$(PYTHONPATH))
 
-.PHONY: help demo test test-cpu test-kernels test-gpu lint types docs kernels interpret compile fla engines matrix
-.PHONY: spills bench bench-gpu clean
+.PHONY: help demo test test-cpu test-oldest test-kernels test-gpu lint types docs kernels interpret compile fla
+.PHONY: engines matrix spills bench bench-gpu clean
 
 help:
 	@echo "make demo    train a small model, draw its loss, compare with Transformers (out/demo)"
 	@echo "make test    lint, types, the whole test suite; with Triton its kernels interpreted, and compiled for five GPUs"
+	@echo "make test-oldest   the tests that compile models with torch $(OLDEST_TORCH), on the CPU"
 	@echo "make test-gpu PART=1/3   a part of the tests that need a GPU (benchmarks/results/tests/gpu.jsonl)"
 	@echo "make docs    the documentation in build/site/index.html; a broken link or another warning is an error"
 	@echo "make engines the plug-ins on the own modules of vLLM, SGLang and lmdeploy, from their wheels (482 MB)"
@@ -69,13 +74,14 @@ DOCS_PYTHON := build/docs/bin/python
 docs: build/docs/.done
 endif
 
-TESTS := test test-cpu test-kernels lint types interpret compile fla engines matrix spills
+TESTS := test test-cpu test-oldest test-kernels lint types interpret compile fla engines matrix spills
 ifeq ($(filter $(TESTS),$(MAKECMDGOALS)),)
 else ifeq ($(call can,$(TEST_NEEDS)),yes)
 TEST_PYTHON := $(PYTHON)
 else
 TEST_PYTHON := $(VENV)/bin/python
 $(TESTS): $(VENV)/.test
+build/torch-$(OLDEST_TORCH)/.done: | $(VENV)/.torch
 endif
 ifeq ($(filter test-gpu,$(MAKECMDGOALS)),)
 else ifeq ($(call can,$(GPU_TEST_NEEDS)),yes)
@@ -109,12 +115,21 @@ bench-gpu:
 	$(DEMO_PYTHON) -m gdn_bench $(WHAT) --resume $(if $(COMMIT),--commit $(COMMIT))
 
 # with -j 2 the stages that keep one processor busy run beside the others: the types, the beginning and the end of
-# compile, fla
-test: lint types test-cpu
+# compile, fla, and the installation and tests of the oldest torch
+test: lint types test-cpu test-oldest
 	if $(HAS_TRITON); then $(MAKE) test-kernels $$($(HAS_FLA) || echo fla); fi
 
 test-cpu:
 	$(PYTEST) -n $(WORKERS) -m "not compile"
+
+# Dynamo breaks graphs in other places from version to version: the tests that call torch.compile, and those of
+# operators and exported programs beside them. C++ of Inductor and ranks take as long as all others together
+test-oldest: build/torch-$(OLDEST_TORCH)/.done
+	export CUDA_VISIBLE_DEVICES= PYTHONPATH=$(CURDIR)/build/torch-$(OLDEST_TORCH):$(PYTHONPATH) && \
+	$(TEST_PYTHON) -c "import torch; assert torch.__version__.split('+')[0] == '$(OLDEST_TORCH)', torch.__version__" && \
+	$(PYTEST) -m "not gpu and not compile" \
+		-k "(compil or graph or export or operator) and not inductor and not distributed" \
+		$$(grep -l "torch\.compile(" tests/test_*.py)
 
 test-kernels: compile interpret
 
@@ -190,6 +205,13 @@ $(VENV)/.test: pyproject.toml | $(VENV)/.torch
 build/docs/.done: Makefile
 	$(PYTHON) -m venv build/docs
 	build/docs/bin/python -m pip install --progress-bar off $(DOCS)
+	touch $@
+
+# unpacked, not compiled to bytecode: the tests import few of the 2,200 files
+build/torch-%/.done: .ci/without_cuda
+	rm -rf build/torch-$*
+	$(TEST_PYTHON) -m pip install --progress-bar off --no-deps --no-compile --target build/torch-$* torch==$* $(OLDEST_CUDART)
+	.ci/without_cuda build/torch-$*
 	touch $@
 
 build/triton-%/.done:

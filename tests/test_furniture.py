@@ -1,5 +1,6 @@
 """Check the files that a forge and tools read: citation, templates, workflow, hooks."""
 
+import ast
 import re
 from pathlib import Path
 
@@ -47,6 +48,19 @@ def test_the_workflow_calls_the_scripts_of_this_repository():
     assert {version, *jobs["quick"]["strategy"]["matrix"]["python"]} == named
     torch = re.search(r"TORCH \?= (torch==\S+)", (ROOT / "Makefile").read_text())[1]
     assert any(torch in command for command in commands)
+
+
+def test_the_oldest_torch_runs_every_test_that_compiles_a_model():
+    """`make test-oldest` takes the version of pyproject.toml, and selects tests by their names."""
+    makefile = (ROOT / "Makefile").read_text()
+    version = re.search(r"OLDEST_TORCH \?= (\d+\.\d+)\.0\n", makefile)[1]
+    assert f'"torch>={version}"' in (ROOT / "pyproject.toml").read_text()
+    words = re.search(r'-k "\((.*?)\)', makefile)[1].split(" or ")
+    for path in (ROOT / "tests").glob("test_*.py"):
+        for node in ast.parse(text := path.read_text()).body:
+            if isinstance(node, ast.FunctionDef) and "torch.compile(" in ast.get_source_segment(text, node):
+                is_helper = not node.name.startswith("test_")
+                assert is_helper or any(word in node.name for word in words), f"{path.name}: {node.name}"
 
 
 def test_one_file_has_the_tests_that_compile():

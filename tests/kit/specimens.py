@@ -24,9 +24,17 @@ from kit import api
 from kit.serving import inputs as rows_of
 from kit.serving import pool_of, step_of
 
+# Every kernel but those for Hopper has a specimen for each GPU. Where it has no tcgen05, sm_100 is left out:
+# the PTX is that for sm_120.
 EVERYWHERE = ("cuda:80", "cuda:90", "cuda:100", "cuda:120", "hip:gfx942")
-# fp32 and K = 256 need more than the 64 KB of shared memory of a gfx942
-NVIDIA = EVERYWHERE[:-1]
+WITHOUT_TCGEN05 = ("cuda:80", "cuda:90", "cuda:120", "hip:gfx942")
+# the largest tiles. sm_80 has the MMAs and nearly all tiles of sm_120, and more shared memory; for fp32 at
+# K = 256 the 64 KB of a gfx942 are too few
+LARGEST = ("cuda:90", "cuda:100", "cuda:120", "hip:gfx942")
+LARGEST_FP32 = LARGEST[:-1]
+LARGEST_WITHOUT_TCGEN05 = ("cuda:90", "cuda:120", "hip:gfx942")
+# other specimens of a kernel, which differ by more than numbers
+VENDORS = ("cuda:90", "hip:gfx942")
 TUNED = ("cuda:90",)
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 INT16, INT8 = torch.int16, torch.int8
@@ -57,35 +65,35 @@ ALL = {
 LADDER = packed(0, 5, 64, 130)
 # name -> case, dtype, targets: forward with and without saved tensors, then the backward
 RULE = {
-    "bf16 128": (Case(sizes=(128, 128), heads=(2, 4)), BF16, EVERYWHERE),
+    "bf16 128": (Case(sizes=(128, 128), heads=(2, 4)), BF16, TUNED),
     "bf16 128 all packed": (Case(sizes=(128, 128), heads=(2, 4), lengths=LADDER, **ALL), BF16, EVERYWHERE),
-    "fp32 64": (Case(sizes=(64, 64), state="wide", use_qk_l2norm_in_kernel=True), FP32, EVERYWHERE),
-    "fp16 256": (Case(sizes=(256, 256), state="wide", use_qk_l2norm_in_kernel=True), FP16, EVERYWHERE),
     "bf16 60": (Case(sizes=(60, 60), raw_gate="no_bias", beta="sigmoid"), BF16, TUNED),
     "bf16 32": (Case(sizes=(32, 32), state="wide", use_qk_l2norm_in_kernel=True), BF16, TUNED),
     "bf16 128 many": (Case(sizes=(128, 128), heads=(8, 16), lengths=rows(64)._replace(B=32)), BF16, TUNED),
-    "fp32 128 all": (Case(sizes=(128, 128), **ALL), FP32, EVERYWHERE),
-    "fp32 256": (Case(sizes=(256, 256), gate="absent", beta="absent"), FP32, NVIDIA),
-    "bf16 256 all": (Case(sizes=(256, 256), **ALL), BF16, TUNED),
-    "bf16 64 narrow": (Case(sizes=(64, 64), state="narrow", has_narrow_gates=True, exact=False), BF16, TUNED),
-    "fp16 64/128 invariant": (Case(sizes=(64, 128), state="narrow", batch_invariant=True), FP16, TUNED),
+    "fp32 128 all": (Case(sizes=(128, 128), **ALL), FP32, VENDORS),
+    "fp32 256": (Case(sizes=(256, 256), gate="absent", beta="absent"), FP32, LARGEST_FP32),
+    "bf16 256 all": (Case(sizes=(256, 256), **ALL), BF16, LARGEST),
+    "fp16 64/128 narrow invariant": (
+        Case(sizes=(64, 128), state="narrow", has_narrow_gates=True, exact=False, batch_invariant=True),
+        FP16, TUNED,
+    ),
     "fp16 192/60 packed": (Case(sizes=(192, 60), lengths=LADDER, beta="sigmoid"), FP16, TUNED),
     "bf16 128 channels": (
         Case(sizes=(128, 128), heads=(2, 4), raw_gate="on", use_qk_l2norm_in_kernel=True,
-             is_per_channel=True), BF16, EVERYWHERE,
+             is_per_channel=True), BF16, WITHOUT_TCGEN05,
     ),
     "fp32 64 channels": (
         Case(sizes=(64, 64), lengths=LADDER, raw_gate="lower_bound", beta="sigmoid", state="wide",
              use_qk_l2norm_in_kernel=True, is_per_channel=True), FP32, TUNED,
     ),
     "bf16 128 channels many": (
-        Case(sizes=(128, 128), heads=(16, 16), lengths=rows(64)._replace(B=32), is_per_channel=True),
-        BF16, TUNED,
+        Case(sizes=(128, 128), heads=(16, 16), lengths=rows(64)._replace(B=32), raw_gate="on",
+             use_qk_l2norm_in_kernel=True, is_per_channel=True), BF16, TUNED,
     ),
 }  # fmt: skip
 RECURRENT = {
-    "bf16 128": (Case(sizes=(128, 128), heads=(2, 4)), BF16, EVERYWHERE),
-    "bf16 128 all packed": (Case(sizes=(128, 128), lengths=LADDER, **ALL), BF16, EVERYWHERE),
+    "bf16 128": (Case(sizes=(128, 128), heads=(2, 4)), BF16, TUNED),
+    "bf16 128 all packed": (Case(sizes=(128, 128), lengths=LADDER, **ALL), BF16, WITHOUT_TCGEN05),
     "fp32 256": (Case(sizes=(256, 256), gate="absent", beta="absent", state="wide"), FP32, TUNED),
     "fp16 60": (Case(sizes=(60, 60), raw_gate="no_bias", beta="sigmoid"), FP16, TUNED),
     "bf16 128 of channels": (
@@ -129,20 +137,20 @@ def protocol(name: str, B: int, T: int, pool: torch.Tensor) -> dict[str, Any]:
 
 # name -> protocol, B, T, K, V, dtype, pool's dtype, raw gates, v first, targets
 DECODE = {
-    "bf16": ("index", 4, 1, 128, 128, BF16, FP32, True, True, EVERYWHERE),
-    "bf16 pool": ("final", 4, 1, 128, 128, BF16, BF16, True, True, EVERYWHERE),
-    "many rows": ("index", 256, 1, 128, 128, BF16, FP32, True, True, EVERYWHERE),
+    "bf16": ("index", 4, 1, 128, 128, BF16, FP32, True, True, WITHOUT_TCGEN05),
+    "bf16 pool": ("final", 4, 1, 128, 128, BF16, BF16, True, True, VENDORS),
+    "many rows": ("index", 256, 1, 128, 128, BF16, FP32, True, True, TUNED),
     "many rows, bf16 pool": ("index", 256, 1, 128, 128, BF16, BF16, True, True, TUNED),
-    "K first": ("final", 4, 1, 128, 128, BF16, FP32, False, False, EVERYWHERE),
-    "P1": ("P1", 4, 4, 128, 128, BF16, BF16, True, True, EVERYWHERE),
+    "K first": ("final", 4, 1, 128, 128, BF16, FP32, False, False, VENDORS),
+    "P1": ("P1", 4, 4, 128, 128, BF16, BF16, True, True, VENDORS),
     "P2": ("P2", 4, 4, 128, 128, BF16, FP32, True, True, TUNED),
-    "P3": ("P3", 4, 4, 128, 128, BF16, FP32, True, True, EVERYWHERE),
-    "P4": ("P4", 4, 4, 128, 128, BF16, FP32, True, True, EVERYWHERE),
+    "P3": ("P3", 4, 4, 128, 128, BF16, FP32, True, True, TUNED),
+    "P4": ("P4", 4, 4, 128, 128, BF16, FP32, True, True, VENDORS),
     "P3, many rows": ("P3", 64, 4, 128, 128, BF16, FP32, True, True, TUNED),
-    "P3, many rows, bf16 pool": ("P3", 64, 4, 128, 128, BF16, BF16, True, True, EVERYWHERE),
+    "P3, many rows, bf16 pool": ("P3", 64, 4, 128, 128, BF16, BF16, True, True, WITHOUT_TCGEN05),
     "P6": ("P6", 4, 1, 128, 128, BF16, FP32, False, True, TUNED),
     "fp16 60": ("index", 4, 2, 60, 60, FP16, FP16, False, True, TUNED),
-    "fp32 256": ("final", 4, 1, 256, 256, FP32, FP32, False, True, EVERYWHERE),
+    "fp32 256": ("final", 4, 1, 256, 256, FP32, FP32, False, True, VENDORS),
     "fp32 64, K first": ("P4", 4, 3, 64, 64, FP32, BF16, True, False, TUNED),
     "many rows 256, bf16 pool": ("index", 256, 1, 256, 256, BF16, BF16, True, True, TUNED),
     "many rows, int16 pool": ("index", 256, 1, 128, 128, BF16, INT16, True, True, TUNED),
@@ -151,7 +159,7 @@ DECODE = {
 }
 # the same with a decay per key channel
 DECODE_OF_CHANNELS = {
-    "many rows, bf16 pool": ("index", 256, 1, 128, 128, BF16, BF16, True, True, EVERYWHERE),
+    "many rows, bf16 pool": ("index", 256, 1, 128, 128, BF16, BF16, True, True, VENDORS),
     "many rows 256, bf16 pool": ("index", 256, 1, 256, 256, BF16, BF16, True, True, TUNED),
     "K first": ("final", 4, 1, 128, 128, BF16, FP32, False, False, TUNED),
     "P4": ("P4", 4, 4, 128, 128, BF16, FP32, True, True, TUNED),
@@ -435,7 +443,7 @@ def stages(dtype: torch.dtype, K: int, V: int, is_packed: bool) -> Callable[[], 
 
 def operator_on_packed_rows() -> Callable[[], Any]:
     """Return the forward as a compiler calls it, with all saved tensors."""
-    case = Case(lengths=LADDER, heads=(2, 4), use_qk_l2norm_in_kernel=True, state="wide")
+    case = RULE["bf16 128 all packed"][0]
     given = inputs(case, BF16, device=torch.get_default_device())
     problem = parse(**given.tensors, **given.options, backend="triton")
     return lambda: torch.ops.gdn.chunk_forward(*problem.arguments(), True)
@@ -448,12 +456,15 @@ def forward(case: Case, dtype: torch.dtype) -> Callable[[], Any]:
 
 
 def hopper_forward(
-    case: Case, segment: int | None = None, kept: torch.dtype | None = None, fast_path: bool = False
+    case: Case,
+    segment: int | None = None,
+    kept: torch.dtype | None = None,
+    consumers: tuple[int, ...] = (1, 2),
 ) -> Callable[[], Any]:
-    """Return the Hopper forward, with one and with two consumer warpgroups.
+    """Return the Hopper forward with each number of consumer warpgroups.
 
     `segment` is the number of chunks in a segment (None: sequences are not cut), `kept` the dtype of stored
-    states, `fast_path` allows the fast path, also in forwards for a backward.
+    states. At K = V = 128 every forward has the fast path.
     """
     given = inputs(case, BF16, device=torch.get_default_device())
     problem = parse(**given.tensors, **given.options, backend="hopper")
@@ -465,12 +476,8 @@ def hopper_forward(
         # the plan cache's key has no cuts and no number of warpgroups
         plans = patch.object(rule, "_forwards", PlanCache())
         cuts = None if segment is None else cost.equal_cuts(segment)
-        with (
-            patch.object(cost, "cuts_of", lambda problem: cuts),
-            patch.object(rule, "FAST_PATH", fast_path),
-            plans,
-        ):
-            for count in (1, 2):
+        with patch.object(cost, "cuts_of", lambda problem: cuts), plans:
+            for count in consumers:
                 with patch.object(cost, "consumers_of", lambda problem, cuts, count=count: count):
                     rule.forward(rule.to_kernel_layout(problem), kept)
 
@@ -658,73 +665,33 @@ def hopper_backward_in_slabs(case: Case) -> Callable[[], Any]:
 
 # name -> function, arguments, targets
 OTHERS = {
-    "normalised channels": (
-        forward,
-        (Case(sizes=(128, 128), use_qk_l2norm_in_kernel=True, is_per_channel=True), BF16),
-        TUNED,
-    ),
     "bounded channels": (
         forward,
         (Case(sizes=(100, 128), lengths=LADDER, raw_gate="lower_bound", is_per_channel=True), FP16),
         TUNED,
     ),
     "hopper": (hopper_forward, (Case(sizes=(128, 128), heads=(2, 4)),), TUNED),
-    "hopper all packed": (
+    "hopper all packed, with gates": (
         hopper_forward,
-        (Case(sizes=(128, 128), heads=(2, 4), lengths=LADDER, **ALL),),
+        (Case(sizes=(128, 128), heads=(2, 4), lengths=LADDER, batch_invariant=True, **ALL), None, None, (2,)),
         TUNED,
     ),
     "hopper that saves": (hopper_forward, (Case(sizes=(128, 128), heads=(2, 4)), None, BF16), TUNED),
     "hopper that saves all packed": (
         hopper_forward,
-        (Case(sizes=(128, 128), heads=(2, 4), lengths=LADDER, **ALL), None, BF16),
+        (Case(sizes=(128, 128), heads=(2, 4), lengths=LADDER, **ALL), None, BF16, (2,)),
         TUNED,
     ),
     "hopper in a prefill": (
         hopper_forward,
-        (Case(sizes=(128, 128), heads=(2, 4), lengths=LADDER, **ALL), None, FP32),
-        TUNED,
-    ),
-    "hopper in a prefill, in segments": (
-        hopper_forward,
-        (Case(sizes=(128, 128), heads=(2, 4), lengths=LADDER, **(ALL | {"state_v_first": False})), 1, FP32),
+        (Case(sizes=(128, 128), heads=(2, 4), lengths=LADDER, **ALL), None, FP32, (2,)),
         TUNED,
     ),
     "hopper in segments": (hopper_forward, (Case(sizes=(128, 128), heads=(2, 4)), 1), TUNED),
     "hopper in segments of many heads": (hopper_forward, (Case(sizes=(128, 128), heads=(2, 32)), 1), TUNED),
     "hopper in segments all packed": (
         hopper_forward,
-        (Case(sizes=(128, 128), heads=(2, 4), lengths=LADDER, **ALL), 1),
-        TUNED,
-    ),
-    "hopper on the fast path": (
-        hopper_forward,
-        (Case(sizes=(128, 128), heads=(2, 4)), None, None, True),
-        TUNED,
-    ),
-    "hopper on the fast path all packed": (
-        hopper_forward,
-        (Case(sizes=(128, 128), heads=(2, 4), lengths=LADDER, **ALL), 1, None, True),
-        TUNED,
-    ),
-    "hopper on the fast path, with gates": (
-        hopper_forward,
-        (Case(sizes=(128, 128), heads=(2, 4), batch_invariant=True), None, None, True),
-        TUNED,
-    ),
-    "hopper on the fast path all packed, with gates": (
-        hopper_forward,
-        (Case(sizes=(128, 128), heads=(2, 4), lengths=LADDER, batch_invariant=True, **ALL), None, None, True),
-        TUNED,
-    ),
-    "hopper on the fast path in a prefill": (
-        hopper_forward,
-        (Case(sizes=(128, 128), heads=(2, 4), lengths=LADDER, **ALL), None, FP32, True),
-        TUNED,
-    ),
-    "hopper that saves on the fast path": (
-        hopper_forward,
-        (Case(sizes=(128, 128), heads=(2, 4)), None, BF16, True),
+        (Case(sizes=(128, 128), heads=(2, 4), lengths=LADDER, **ALL), 1, None, (2,)),
         TUNED,
     ),
     "hopper 64": (hopper_forward, (Case(sizes=(64, 64), heads=(2, 4)),), TUNED),
@@ -746,11 +713,6 @@ OTHERS = {
     "hopper of short sequences": (
         hopper_of_short_sequences,
         (Case(sizes=(128, 128), heads=(2, 4), state="wide"),),
-        TUNED,
-    ),
-    "hopper of short sequences all packed": (
-        hopper_of_short_sequences,
-        (Case(sizes=(128, 128), heads=(2, 4), lengths=LADDER, **ALL),),
         TUNED,
     ),
     "hopper of short sequences without initial states": (
@@ -789,7 +751,7 @@ OTHERS = {
     ),
     "between ranks, channels": (
         between_ranks,
-        (Case(sizes=(128, 128), heads=(2, 4), is_per_channel=True),),
+        (Case(sizes=(128, 128), heads=(2, 4), use_qk_l2norm_in_kernel=True, is_per_channel=True),),
         TUNED,
     ),
     "state pass of a backward, 256 channels": (
@@ -799,7 +761,6 @@ OTHERS = {
     ),
     "states between ranks 128": (states_between_ranks, (128, 128, False), TUNED),
     "states between ranks 60": (states_between_ranks, (60, 44, True), TUNED),
-    "hopper backward": (hopper_backward, (Case(sizes=(128, 128), heads=(2, 4)),), TUNED),
     "hopper backward all packed": (
         hopper_backward,
         (Case(sizes=(128, 128), heads=(2, 4), lengths=LADDER, **ALL),),
@@ -830,65 +791,75 @@ OTHERS = {
         (Case(sizes=(128, 128), heads=(2, 4), lengths=LADDER, **ALL), False),
         TUNED,
     ),
-    "operator on packed rows": (operator_on_packed_rows, (), EVERYWHERE),
-    "decode packed rows": (decode_of_packed_rows, (), EVERYWHERE),
+    "operator on packed rows": (operator_on_packed_rows, (), WITHOUT_TCGEN05),
+    "decode packed rows": (decode_of_packed_rows, (), VENDORS),
     "decode a projection": (decode_of_a_projection, (), TUNED),
-    "chunk form bf16": (decode_in_chunk_form, (4, 4, 128, BF16, FP32, True, True), EVERYWHERE),
-    "chunk form, bf16 pool": (decode_in_chunk_form, (4, 4, 128, BF16, BF16, True, True), EVERYWHERE),
+    "chunk form bf16": (decode_in_chunk_form, (4, 4, 128, BF16, FP32, True, True), WITHOUT_TCGEN05),
+    "chunk form, many rows": (decode_in_chunk_form, (80, 16, 128, BF16, BF16, True, True), TUNED),
+    "chunk form fp32 256, K first": (
+        decode_in_chunk_form,
+        (4, 8, 256, FP32, FP32, False, False),
+        LARGEST_WITHOUT_TCGEN05,
+    ),
+    "chunk form, bf16 pool": (decode_in_chunk_form, (4, 4, 128, BF16, BF16, True, True), WITHOUT_TCGEN05),
     "chunk form, two warps": (decode_in_chunk_form, (80, 4, 128, BF16, BF16, True, True), TUNED),
     "chunk form in strips": (decode_in_chunk_form, (200, 4, 128, BF16, BF16, True, True), TUNED),
-    "chunk form, many rows": (decode_in_chunk_form, (80, 16, 128, BF16, BF16, True, True), EVERYWHERE),
-    "chunk form fp32 256, K first": (decode_in_chunk_form, (4, 8, 256, FP32, FP32, False, False), EVERYWHERE),
     "chunk form fp16 60": (decode_in_chunk_form, (4, 5, 60, FP16, FP16, True, True), TUNED),
-    "prefill bf16": (prefill, (128, BF16, FP32, True, True), EVERYWHERE),
-    "prefill fp32": (prefill, (128, FP32, BF16, False, False), TUNED),
+    "prefill bf16": (prefill, (128, BF16, FP32, True, True), TUNED),
+    "prefill fp32": (prefill, (64, FP32, BF16, False, False), TUNED),
     "prefill int16 pool": (prefill, (128, BF16, INT16, True, True), TUNED),
-    "prefill int8": (prefill_of_histories, (128, BF16, INT8, True, True), EVERYWHERE),
+    "prefill int8": (prefill_of_histories, (128, BF16, INT8, True, True), WITHOUT_TCGEN05),
     "prefill int8, K first": (prefill_of_histories, (64, BF16, INT8, False, False), TUNED),
     "prefill of histories in fp32": (prefill_of_histories, (64, FP32, FP32, False, True), TUNED),
-    "prefill in place": (prefill_in_place, (128, BF16, FP32, False, True), TUNED),
+    "prefill in place": (prefill_in_place, (128, BF16, FP32, True, True), TUNED),
     "prefill of channels": (prefill_of_channels, (64, FP32, FP32, True, False), TUNED),
     "stages fp32": (stages, (FP32, 128, 128, False), EVERYWHERE),
     "stages bf16 packed": (stages, (BF16, 64, 60, True), TUNED),
-    "commit": (commit, (FP32, False), EVERYWHERE),
-    "replay bf16": (replay, (3, 4, 128, 128, BF16, FP32, BF16, True, False), EVERYWHERE),
-    "replay bf16 pool": (replay, (3, 16, 128, 128, BF16, BF16, BF16, True, True), EVERYWHERE),
-    "replay few tokens, bf16 pool": (replay, (3, 4, 128, 128, BF16, BF16, BF16, True, False), EVERYWHERE),
+    "commit": (commit, (FP32, False), WITHOUT_TCGEN05),
+    "replay bf16": (replay, (3, 4, 128, 128, BF16, FP32, BF16, True, False), WITHOUT_TCGEN05),
+    "replay bf16 pool": (replay, (3, 16, 128, 128, BF16, BF16, BF16, True, True), TUNED),
+    "replay many rows": (replay, (80, 4, 128, 128, BF16, FP32, BF16, True, False), TUNED),
+    "replay few tokens, bf16 pool": (
+        replay,
+        (3, 4, 128, 128, BF16, BF16, BF16, True, False),
+        WITHOUT_TCGEN05,
+    ),
     "replay two warps": (replay, (80, 4, 128, 128, BF16, BF16, BF16, True, False), TUNED),
     "replay in strips": (replay, (200, 4, 128, 128, BF16, BF16, BF16, True, False), TUNED),
-    "replay many rows": (replay, (80, 4, 128, 128, BF16, FP32, BF16, True, False), EVERYWHERE),
     "replay one token": (replay, (3, 1, 128, 128, BF16, FP32, BF16, True, False), TUNED),
-    "replay fp32 256, K first": (replay, (3, 8, 256, 256, FP32, FP32, FP32, False, False), EVERYWHERE),
+    "replay fp32 256, K first": (
+        replay,
+        (3, 8, 256, 256, FP32, FP32, FP32, False, False),
+        LARGEST_WITHOUT_TCGEN05,
+    ),
     "history": (history, (256, 1, 128, BF16, FP32, 16, True, False), TUNED),
-    "history 64": (history, (256, 1, 64, BF16, BF16, 16, True, False), EVERYWHERE),
-    "history of drafts, K first": (history, (3, 4, 64, BF16, FP32, 20, False, True), TUNED),
+    "history 64": (history, (256, 1, 64, BF16, BF16, 16, True, False), TUNED),
     "history int16": (history, (256, 1, 128, BF16, INT16, 16, True, False), TUNED),
-    "history int16 of drafts, K first": (history, (3, 4, 64, BF16, INT16, 20, False, True), TUNED),
     "history int8": (history, (256, 1, 128, BF16, INT8, 16, True, False), TUNED),
-    "history int8 64": (history, (256, 1, 64, BF16, INT8, 16, True, False), EVERYWHERE),
+    "history int8 64": (history, (256, 1, 64, BF16, INT8, 16, True, False), WITHOUT_TCGEN05),
     "history int8 of drafts, K first": (history, (3, 4, 64, BF16, INT8, 20, False, True), TUNED),
     "history of channels": (history, (80, 1, 128, BF16, FP32, 16, True, False, True), TUNED),
     "history of channels, int8": (history, (3, 4, 64, BF16, INT8, 20, False, True, True), TUNED),
     "replay of channels": (replay, (80, 4, 128, 128, BF16, FP32, BF16, True, False, True), TUNED),
     "replay fp16 60": (replay, (3, 4, 60, 60, FP16, FP16, FP32, True, False), TUNED),
     "commit to two places": (commit, (BF16, True), TUNED),
-    "commit to int16": (commit_to_int16, (128, True, True), EVERYWHERE),
+    "commit to int16": (commit_to_int16, (128, True, True), WITHOUT_TCGEN05),
     "commit to int16, K first": (commit_to_int16, (64, False, False), TUNED),
-    "gate fp32": (gate, (FP32, True), EVERYWHERE),
+    "gate fp32": (gate, (FP32, True), WITHOUT_TCGEN05),
     "gate bf16": (gate, (BF16, False), TUNED),
     "gate of channels": (gate, (BF16, True, (128,), -5.0), TUNED),
-    "norm bf16": (norm, (BF16, 128, "silu", True), EVERYWHERE),
+    "norm bf16": (norm, (BF16, 128, "silu", True), WITHOUT_TCGEN05),
     "norm fp32": (norm, (FP32, 60, "sigmoid", True), TUNED),
     "norm fp16": (norm, (FP16, 256, None, False), TUNED),
-    "zero-centred norm bf16": (zero_centred_norm, (BF16, 2048), EVERYWHERE),
+    "conv bf16": (conv, (BF16, 4, "silu", False, False), VENDORS),
+    "conv fp32": (conv, (FP32, 3, None, True, True), WITHOUT_TCGEN05),
+    "zero-centred norm bf16": (zero_centred_norm, (BF16, 2048), WITHOUT_TCGEN05),
     "zero-centred norm fp32": (zero_centred_norm, (FP32, 7168), TUNED),
     "zero-centred norm fp16 of heads": (zero_centred_norm, (FP16, 256), TUNED),
-    "conv bf16": (conv, (BF16, 4, "silu", False, False), EVERYWHERE),
-    "conv fp32": (conv, (FP32, 3, None, True, True), EVERYWHERE),
     "conv bf16 of parts": (conv_of_parts, (BF16,), TUNED),
-    "step": (whole_step, (BF16, FP32, (128, 128), True), EVERYWHERE),
-    "conv update": (conv_update, (BF16, 1, None), EVERYWHERE),
-    "conv update on a ring": (conv_update, (FP32, 4, "ring_pos"), EVERYWHERE),
+    "step": (whole_step, (BF16, FP32, (128, 128), True), VENDORS),
+    "conv update": (conv_update, (BF16, 1, None), WITHOUT_TCGEN05),
+    "conv update on a ring": (conv_update, (FP32, 4, "ring_pos"), VENDORS),
     "conv update of a window": (conv_update, (BF16, 4, "num_accepted"), TUNED),
 }
 
