@@ -390,6 +390,31 @@ def test_what_is_deferred(monkeypatch):
     assert not ask() and not kept(gpu, cache, False, is_assistant=False)
 
 
+def test_a_check_on_another_device_than_the_current_one_is_not_deferred(monkeypatch):
+    """Its event would be recorded on a stream of the current device, and the flag read before it is there."""
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    cache = make_cache(families.make_config("qwen3_5"), 9)
+    with gdn.patch_transformers():
+        found = [
+            utils.DeferredStopCheck.is_supported(torch.device("cuda", i), cache, False, is_assistant=False)
+            for i in range(3)
+        ]
+    assert found == [False, True, False]
+
+
+def test_each_stream_has_its_positions(monkeypatch):
+    """A stream may be far behind another one, which would read positions that are not written yet."""
+    stream = types.SimpleNamespace(cuda_stream=1)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+    gpu = torch.device("cuda", 0)
+    first = generating._stream_of(gpu)
+    stream.cuda_stream = 2
+    streams = first, generating._stream_of(gpu), generating._stream_of(torch.device("cpu"))
+    assert streams == (1, 2, 0)
+    one, same, other = (generating._positions(5, torch.device("cpu"), x) for x in (1, 1, 2))
+    assert one is same and other is not one and torch.equal(one, other)
+
+
 def test_another_check_is_left_as_it_is(monkeypatch):
     class Check:
         @staticmethod

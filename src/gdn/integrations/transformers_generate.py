@@ -121,7 +121,7 @@ class _Masks:
 
 def causal_mask(length: int, count: Tensor | int, padding: Tensor | None, like: Tensor) -> Tensor:
     """Return the mask [B, 1, 1, length] of one token after `count` ones; padding [B, any length] or None."""
-    rows, positions = like.shape[0], _positions(length, like.device)
+    rows, positions = like.shape[0], _positions(length, like.device, _stream_of(like.device))
     if padding is None:
         return (positions <= count).view(1, 1, 1, length).expand(rows, 1, 1, length)
     width = min(padding.shape[1], length)
@@ -133,8 +133,13 @@ def causal_mask(length: int, count: Tensor | int, padding: Tensor | None, like: 
 
 
 @functools.lru_cache(maxsize=16)
-def _positions(length: int, device: torch.device) -> Tensor:
+def _positions(length: int, device: torch.device, stream: int) -> Tensor:
+    # one for each stream: another stream might read it before this one has written it
     return torch.arange(length, device=device)
+
+
+def _stream_of(device: torch.device) -> int:
+    return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
 
 
 def _is_served(x: Any, tokens: Tensor) -> bool:
@@ -169,6 +174,9 @@ def is_supported(original: Callable[..., bool], active: Sized) -> staticmethod: 
         if original(device, cache, cache_is_returned=cache_is_returned, is_assistant=is_assistant):
             return True
         if len(active) == 0 or device.type not in QUEUES or cache_is_returned or is_assistant:
+            return False
+        # the check records its event on the current device's stream: on another one it would wait for nothing
+        if device.index is not None and device.index != torch.cuda.current_device():
             return False
         # the caches of other models are none of ours
         return is_static(cache) and any(hasattr(layer, "recurrent_states") for layer in cache.layers)
