@@ -70,3 +70,12 @@ def test_modes_and_compilers_see_the_operator(call):
         assert run(*map(fake.from_tensor, tensors)).shape == expected.shape
     meta = run(*(x.to("meta") for x in tensors))
     assert meta.is_meta and meta.shape == expected.shape
+
+
+def test_a_trace_of_torchscript_has_the_operator(call):
+    """A trace holds operators: of a kernel launched directly it would keep the empty output alone."""
+    run, tensors, seen = call
+    with torch.no_grad():
+        traced = torch.jit.trace(run, tensors, check_trace=False)
+    assert len(seen) == 1 and any(node.kind().startswith("gdn::") for node in traced.graph.nodes())
+    assert torch.equal(traced(*tensors), run(*tensors))

@@ -380,6 +380,9 @@ def test_what_is_deferred(monkeypatch):
 
     assert not ask()
     with gdn.patch_transformers():
+        # outside of `generate`
+        assert not ask()
+        reset = generating._is_own.set(True)
         assert ask()
         assert not ask(torch.device("cpu")) and not ask(is_returned=True) and not ask(is_assistant=True)
         assert not ask(cache=transformers.DynamicCache(config=config)) and not ask(cache=None)
@@ -388,6 +391,71 @@ def test_what_is_deferred(monkeypatch):
         # Transformers' own devices
         assert ask(types.SimpleNamespace(type="mps"))
     assert not ask() and not kept(gpu, cache, False, is_assistant=False)
+    generating._is_own.reset(reset)
+
+
+def path_after(length, path):
+    """Return a prefix_allowed_tokens_fn that allows one text alone, and nothing after its end."""
+    return lambda row, sentence: path[len(sentence) - length :][:1]
+
+
+class Counter(transformers.LogitsProcessor, transformers.StoppingCriteria):
+    """Count the steps, as a processor of logits or as a criterion."""
+
+    def __init__(self):
+        self.number = 0
+
+    def __call__(self, ids, scores):
+        self.number += 1
+        return scores if scores is not None else torch.zeros(len(ids), dtype=torch.bool)
+
+
+@pytest.mark.parametrize("what", ["prefix", "processor", "criterion"])
+def test_functions_of_the_caller_see_no_step_after_the_end(monkeypatch, what):
+    """A function of prefixes allows no token after the end, and generate raises an error for it."""
+    monkeypatch.setattr(torch, "Event", Event)
+    monkeypatch.setattr(generating, "QUEUES", ("cpu",))
+    model, ids, counter = families.make_model("qwen3_5"), families.tokens(1, 10), Counter()
+    end = int(generate(model, ids, eos_token_id=None)[0, 15])
+    more = {
+        "prefix": {"prefix_allowed_tokens_fn": path_after(10, [3, 5, end])},
+        "processor": {"logits_processor": [counter]},
+        "criterion": {"stopping_criteria": [counter]},
+    }[what]
+    with gdn.patch_transformers():
+        text, steps = count_steps(model, lambda: generate(model, ids, eos_token_id=end, **more))
+    if what == "prefix":
+        assert text[0, 10:].tolist() == [3, 5, end]
+    else:
+        assert counter.number == text.shape[1] - 10
+    assert steps == text.shape[1] - 10 and int(text[0, -1]) == end
+
+
+def test_a_check_on_another_device_than_the_current_one_is_not_deferred(monkeypatch):
+    """Its event would be recorded on a stream of the current device, and the flag read before it is there."""
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    reset = generating._is_own.set(True)
+    cache = make_cache(families.make_config("qwen3_5"), 9)
+    with gdn.patch_transformers():
+        found = [
+            utils.DeferredStopCheck.is_supported(torch.device("cuda", i), cache, False, is_assistant=False)
+            for i in range(3)
+        ]
+    generating._is_own.reset(reset)
+    assert found == [False, True, False]
+
+
+def test_each_stream_has_its_positions(monkeypatch):
+    """A stream may be far behind another one, which would read positions that are not written yet."""
+    stream = types.SimpleNamespace(cuda_stream=1)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+    gpu = torch.device("cuda", 0)
+    first = generating._stream_of(gpu)
+    stream.cuda_stream = 2
+    streams = first, generating._stream_of(gpu), generating._stream_of(torch.device("cpu"))
+    assert streams == (1, 2, 0)
+    one, same, other = (generating._positions(5, torch.device("cpu"), x) for x in (1, 1, 2))
+    assert one is same and other is not one and torch.equal(one, other)
 
 
 def test_another_check_is_left_as_it_is(monkeypatch):

@@ -256,6 +256,27 @@ def test_a_changed_model_is_recorded_again(monkeypatch, what):
     assert recorder.num_graphs == 2
 
 
+def test_a_graph_makes_its_own_copies_of_weights_under_autocast(monkeypatch):
+    """Autocast keeps its copies of fp32 weights until its `with` block ends, and frees what a graph reads."""
+    recorder, ids = Recorder(monkeypatch), families.tokens(2, 12)
+    model = copy.deepcopy(families.make_model("qwen3_5"))
+    kept, forward = [], torch.nn.Linear.forward
+
+    def note(self, x):
+        kept.append((torch.is_autocast_enabled("cpu"), torch.is_autocast_cache_enabled()))
+        return forward(self, x)
+
+    def record(run, pool):
+        monkeypatch.setattr(torch.nn.Linear, "forward", note)
+        return recorder.record(run, pool)
+
+    monkeypatch.setattr(graphing, "record", record)
+    with gdn.patch_transformers(graphs=True), torch.autocast("cpu", torch.bfloat16):
+        text = model.generate(ids, **options())
+        assert recorder.num_replays > 0 and set(kept) == {(True, False)}
+        assert torch.is_autocast_cache_enabled() and torch.equal(text, eager(model, ids))
+
+
 def test_a_live_cache_sees_a_changed_model(monkeypatch):
     """A conversation goes on with its cache, and other weights or settings than its graph has."""
     recorder, model = Recorder(monkeypatch), copy.deepcopy(families.make_model("qwen3_5"))

@@ -18,6 +18,7 @@ GPUs alone; here it does on NVIDIA's as well.
 import functools
 import inspect
 from collections.abc import Callable, Sized
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -41,6 +42,8 @@ ATTENTION = {"sdpa": "sdpa_mask", "eager": "eager_mask"}
 # devices that compute while the host goes on
 QUEUES = ("cuda",)
 CHECK = ("device", "cache", "cache_is_returned", "is_assistant")
+# True in a call of `generate` that runs no function of the caller at a step
+_is_own: ContextVar[bool] = ContextVar("is_own", default=False)
 
 
 def masks_method(active: Sized) -> staticmethod | None:  # type: ignore[type-arg]
@@ -121,7 +124,7 @@ class _Masks:
 
 def causal_mask(length: int, count: Tensor | int, padding: Tensor | None, like: Tensor) -> Tensor:
     """Return the mask [B, 1, 1, length] of one token after `count` ones; padding [B, any length] or None."""
-    rows, positions = like.shape[0], _positions(length, like.device)
+    rows, positions = like.shape[0], _positions(length, like.device, _stream_of(like.device))
     if padding is None:
         return (positions <= count).view(1, 1, 1, length).expand(rows, 1, 1, length)
     width = min(padding.shape[1], length)
@@ -133,8 +136,13 @@ def causal_mask(length: int, count: Tensor | int, padding: Tensor | None, like: 
 
 
 @functools.lru_cache(maxsize=16)
-def _positions(length: int, device: torch.device) -> Tensor:
+def _positions(length: int, device: torch.device, stream: int) -> Tensor:
+    # one for each stream: another stream might read it before this one has written it
     return torch.arange(length, device=device)
+
+
+def _stream_of(device: torch.device) -> int:
+    return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
 
 
 def _is_served(x: Any, tokens: Tensor) -> bool:
@@ -156,12 +164,47 @@ def deferred_check() -> Any:
     return check
 
 
+def sampling_class() -> Any:
+    """Return the class of Transformers whose `_sample` is the loop over the steps."""
+    from transformers.generation import utils
+
+    return utils.GenerationMixin
+
+
+def with_callbacks_noted(sample: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a `_sample` that notes for `is_supported` whether functions of the caller run at each step."""
+
+    @functools.wraps(sample)
+    def _sample(*args: Any, **given: Any) -> Any:
+        token = _is_own.set(_has_no_callbacks(given))
+        try:
+            return sample(*args, **given)
+        finally:
+            _is_own.reset(token)
+
+    return _sample
+
+
+def _has_no_callbacks(given: dict[str, Any]) -> bool:
+    from transformers.generation import logits_process, stopping_criteria
+
+    processors, criteria = given.get("logits_processor"), given.get("stopping_criteria")
+    if processors is None or criteria is None:
+        return False
+    # prefix_allowed_tokens_fn of the caller
+    if any(type(x) is logits_process.PrefixConstrainedLogitsProcessor for x in processors):
+        return False
+    own = (logits_process.__name__, stopping_criteria.__name__)
+    return all(type(x).__module__ in own for x in (*processors, *criteria))
+
+
 def is_supported(original: Callable[..., bool], active: Sized) -> staticmethod:  # type: ignore[type-arg]
     """Return a `DeferredStopCheck.is_supported` that includes GPUs while `active` holds a patch.
 
     The host prepares a token while the GPU computes the one before. A text that ends before its greatest
     length takes one step more, which `generate` cuts off, and a streamer gets each token one step later.
-    Nothing is deferred where the caller gets the cache, which would hold that step.
+    Nothing is deferred where the caller gets the cache, which would hold that step, or has own functions for
+    logits and ends: many refuse a text that has ended.
     """
 
     @functools.wraps(original)
@@ -169,6 +212,11 @@ def is_supported(original: Callable[..., bool], active: Sized) -> staticmethod: 
         if original(device, cache, cache_is_returned=cache_is_returned, is_assistant=is_assistant):
             return True
         if len(active) == 0 or device.type not in QUEUES or cache_is_returned or is_assistant:
+            return False
+        if not _is_own.get():
+            return False
+        # the check records its event on the current device's stream: on another one it would wait for nothing
+        if device.index is not None and device.index != torch.cuda.current_device():
             return False
         # the caches of other models are none of ours
         return is_static(cache) and any(hasattr(layer, "recurrent_states") for layer in cache.layers)

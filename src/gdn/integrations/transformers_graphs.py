@@ -216,7 +216,8 @@ class GraphedCall:
         if not describe(inputs, tensors, others):
             # an object, as the mask of flex attention, may hold what a replay would not see
             return model(**inputs, **{name: cache})
-        call_key = (tuple(others), _key_of_modes(inputs["input_ids"].device.type), self.model_key)
+        kind = inputs["input_ids"].device.type
+        call_key = (tuple(others), _key_of_modes(kind), self.model_key)
         for recording in recordings:
             if recording.call_key == call_key and recording.is_current:
                 return _with_cache(recording.step(tensors), name, cache)
@@ -224,7 +225,9 @@ class GraphedCall:
             return model(**inputs, **{name: cache})
 
         def run(given: dict[str, Any], cache: Any) -> Any:
-            output = model(**given, **{name: cache})
+            # autocast keeps its copies of weights until the caller's `with` block ends: a graph makes its own
+            with torch.autocast(kind, enabled=torch.is_autocast_enabled(kind), cache_enabled=False):
+                output = model(**given, **{name: cache})
             output[name] = None
             return output
 

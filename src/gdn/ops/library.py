@@ -122,7 +122,8 @@ def runs_directly(*tensors: Tensor | None) -> bool:
     No gradient is recorded, and nobody has to see the operator. The dispatcher and the autograd of an
     operator take 10 us and more before they find that out.
     """
-    return not check.records_gradient(*tensors) and are_plain(*tensors)
+    # a trace of TorchScript has an operator, and would miss the launches of a body
+    return not check.records_gradient(*tensors) and are_plain(*tensors) and not torch.jit.is_tracing()
 
 
 def no_second_derivative(name: str) -> None:
