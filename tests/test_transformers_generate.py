@@ -431,6 +431,26 @@ def test_functions_of_the_caller_see_no_step_after_the_end(monkeypatch, what):
     assert steps == text.shape[1] - 10 and int(text[0, -1]) == end
 
 
+def test_a_sampled_text_leaves_the_same_random_numbers(monkeypatch):
+    """The next call under the same seed has the text that it has without a patch."""
+    monkeypatch.setattr(torch, "Event", Event)
+    monkeypatch.setattr(generating, "QUEUES", ("cpu",))
+    model, ids = families.make_model("qwen3_5"), families.tokens(1, 10)
+    torch.manual_seed(1)
+    end = int(generate(model, ids, eos_token_id=None, do_sample=True)[0, 14])
+
+    def texts():
+        torch.manual_seed(1)
+        calls = [generate(model, ids, eos_token_id=end, do_sample=True) for _ in range(2)]
+        return [x.tolist() for x in calls]
+
+    with gdn.patch_transformers():
+        patched = texts()
+        monkeypatch.setattr(generating, "QUEUES", ())
+        expected = texts()
+    assert patched == expected and len(expected[0][0]) < 22
+
+
 def test_a_check_on_another_device_than_the_current_one_is_not_deferred(monkeypatch):
     """Its event would be recorded on a stream of the current device, and the flag read before it is there."""
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)

@@ -42,7 +42,7 @@ ATTENTION = {"sdpa": "sdpa_mask", "eager": "eager_mask"}
 # devices that compute while the host goes on
 QUEUES = ("cuda",)
 CHECK = ("device", "cache", "cache_is_returned", "is_assistant")
-# True in a call of `generate` that runs no function of the caller at a step
+# True in a call of `generate` whose steps run no function of the caller and draw no random numbers
 _is_own: ContextVar[bool] = ContextVar("is_own", default=False)
 
 
@@ -172,7 +172,7 @@ def sampling_class() -> Any:
 
 
 def with_callbacks_noted(sample: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a `_sample` that notes for `is_supported` whether functions of the caller run at each step."""
+    """Return a `_sample` that notes for `is_supported` whether a step more would be seen by the caller."""
 
     @functools.wraps(sample)
     def _sample(*args: Any, **given: Any) -> Any:
@@ -189,7 +189,9 @@ def _has_no_callbacks(given: dict[str, Any]) -> bool:
     from transformers.generation import logits_process, stopping_criteria
 
     processors, criteria = given.get("logits_processor"), given.get("stopping_criteria")
-    if processors is None or criteria is None:
+    config = given.get("generation_config")
+    # a step more that samples would leave other random numbers to the caller's next call
+    if processors is None or criteria is None or config is None or config.do_sample:
         return False
     # prefix_allowed_tokens_fn of the caller
     if any(type(x) is logits_process.PrefixConstrainedLogitsProcessor for x in processors):
@@ -204,7 +206,8 @@ def is_supported(original: Callable[..., bool], active: Sized) -> staticmethod: 
     The host prepares a token while the GPU computes the one before. A text that ends before its greatest
     length takes one step more, which `generate` cuts off, and a streamer gets each token one step later.
     Nothing is deferred where the caller gets the cache, which would hold that step, or has own functions for
-    logits and ends: many refuse a text that has ended.
+    logits and ends: many refuse a text that has ended. Nor where tokens are sampled: that step would draw
+    random numbers.
     """
 
     @functools.wraps(original)
@@ -218,7 +221,7 @@ def is_supported(original: Callable[..., bool], active: Sized) -> staticmethod: 
         # the check records its event on the current device's stream: on another one it would wait for nothing
         if device.index is not None and device.index != torch.cuda.current_device():
             return False
-        # the caches of other models are none of ours
+        # models without linear attention have no such layers
         return is_static(cache) and any(hasattr(layer, "recurrent_states") for layer in cache.layers)
 
     return staticmethod(is_supported)
