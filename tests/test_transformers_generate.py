@@ -382,7 +382,7 @@ def test_what_is_deferred(monkeypatch):
     with gdn.patch_transformers():
         # outside of `generate`
         assert not ask()
-        reset = generating._is_own.set(True)
+        reset = generating._is_deferrable.set(True)
         assert ask()
         assert not ask(torch.device("cpu")) and not ask(is_returned=True) and not ask(is_assistant=True)
         assert not ask(cache=transformers.DynamicCache(config=config)) and not ask(cache=None)
@@ -391,7 +391,7 @@ def test_what_is_deferred(monkeypatch):
         # Transformers' own devices
         assert ask(types.SimpleNamespace(type="mps"))
     assert not ask() and not kept(gpu, cache, False, is_assistant=False)
-    generating._is_own.reset(reset)
+    generating._is_deferrable.reset(reset)
 
 
 def path_after(length, path):
@@ -454,14 +454,14 @@ def test_a_sampled_text_leaves_the_same_random_numbers(monkeypatch):
 def test_a_check_on_another_device_than_the_current_one_is_not_deferred(monkeypatch):
     """Its event would be recorded on a stream of the current device, and the flag read before it is there."""
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
-    reset = generating._is_own.set(True)
+    reset = generating._is_deferrable.set(True)
     cache = make_cache(families.make_config("qwen3_5"), 9)
     with gdn.patch_transformers():
         found = [
             utils.DeferredStopCheck.is_supported(torch.device("cuda", i), cache, False, is_assistant=False)
             for i in range(3)
         ]
-    generating._is_own.reset(reset)
+    generating._is_deferrable.reset(reset)
     assert found == [False, True, False]
 
 

@@ -257,7 +257,7 @@ def _shorten_generate(cls: type) -> None:
     if check is not None and not _is_ours(check, "is_supported"):
         _replace(check, "is_supported", generating.is_supported(check.is_supported, _active))
         mixin = generating.sampling_class()
-        _replace(mixin, "_sample", generating.with_callbacks_noted(mixin._sample))
+        _replace(mixin, "_sample", generating.with_steps_noted(mixin._sample))
 
 
 def _has_layers(model: nn.Module) -> bool:

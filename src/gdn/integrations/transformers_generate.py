@@ -43,7 +43,7 @@ ATTENTION = {"sdpa": "sdpa_mask", "eager": "eager_mask"}
 QUEUES = ("cuda",)
 CHECK = ("device", "cache", "cache_is_returned", "is_assistant")
 # True in a call of `generate` whose steps run no function of the caller and draw no random numbers
-_is_own: ContextVar[bool] = ContextVar("is_own", default=False)
+_is_deferrable: ContextVar[bool] = ContextVar("is_deferrable", default=False)
 
 
 def masks_method(active: Sized) -> staticmethod | None:  # type: ignore[type-arg]
@@ -171,21 +171,22 @@ def sampling_class() -> Any:
     return utils.GenerationMixin
 
 
-def with_callbacks_noted(sample: Callable[..., Any]) -> Callable[..., Any]:
+def with_steps_noted(sample: Callable[..., Any]) -> Callable[..., Any]:
     """Return a `_sample` that notes for `is_supported` whether a step more would be seen by the caller."""
 
     @functools.wraps(sample)
     def _sample(*args: Any, **given: Any) -> Any:
-        token = _is_own.set(_has_no_callbacks(given))
+        token = _is_deferrable.set(_runs_unseen_steps(given))
         try:
             return sample(*args, **given)
         finally:
-            _is_own.reset(token)
+            _is_deferrable.reset(token)
 
     return _sample
 
 
-def _has_no_callbacks(given: dict[str, Any]) -> bool:
+def _runs_unseen_steps(given: dict[str, Any]) -> bool:
+    """Return True if the caller of `generate` cannot tell a step after the end: see `is_supported`."""
     from transformers.generation import logits_process, stopping_criteria
 
     processors, criteria = given.get("logits_processor"), given.get("stopping_criteria")
@@ -216,7 +217,7 @@ def is_supported(original: Callable[..., bool], active: Sized) -> staticmethod: 
             return True
         if len(active) == 0 or device.type not in QUEUES or cache_is_returned or is_assistant:
             return False
-        if not _is_own.get():
+        if not _is_deferrable.get():
             return False
         # the check records its event on the current device's stream: on another one it would wait for nothing
         if device.index is not None and device.index != torch.cuda.current_device():

@@ -256,7 +256,7 @@ def options(
 
 
 def order_loads(sizes: Mapping[str, int], p: DecodeProblem | ReplayProblem, axis: str) -> dict[str, Any]:
-    """Return when a program loads what it reads. No bit of a result depends on it.
+    """Return the constants of the order of loads; no bit of a result depends on them.
 
     LOADS_FIRST: all loads that need no other are issued before the first MMA.
     HOLDS: a program of one strip loads its state and v then, and keeps them in registers.
