@@ -273,6 +273,15 @@ def test_refusals():
     state, x = torch.zeros(2, 2, 16, 16), torch.zeros(2, 3, 2, 16)
     with pytest.raises(ValueError, match="backend: expected None, eager or triton, got hopper"):
         gdn.ChunkDecoder(state, backend="hopper")
+    for wrong, match in (
+        ({"state": None}, "state: expected a tensor, got NoneType"),
+        ({"state": state[0]}, r"state: expected shape \[B, HV, K, V\], got \[2, 16, 16\]"),
+        ({"use_l2norm": True}, "ChunkDecoder: expected options of .*, got use_l2norm"),
+        ({"cu_seqlens": torch.tensor([0, 1])}, "ChunkDecoder: expected options of .*, got cu_seqlens"),
+        ({"batch_invariant": False}, "batch_invariant: expected True, got False"),
+    ):
+        with pytest.raises((TypeError, ValueError), match=match):
+            gdn.ChunkDecoder(**{"state": state} | wrong)
     decoder = gdn.ChunkDecoder(state)
     with pytest.raises(ValueError, match="q: expected 2 rows as in state, got 3"):
         decoder.prefill(x[:1], x[:1], x[:1], cu_seqlens=torch.tensor([0, 1, 2, 3]))

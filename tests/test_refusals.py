@@ -278,3 +278,85 @@ def test_a_numpy_bool_is_a_bool():
     decode(state_v_first=numpy.True_)
     with pytest.raises(TypeError, match="state_v_first: expected a bool, got int"):
         decode(state_v_first=1)
+
+
+def packed_decode(**changes):
+    given = {
+        "mixed_qkv": torch.randn(2, 2 * H * K + HV * V), "a": torch.randn(2, HV), "b": torch.randn(2, HV),
+        "A_log": torch.zeros(HV), "dt_bias": None, "state": torch.zeros(2, HV, K, V), "num_k_heads": H,
+        "head_k_dim": K, "head_v_dim": V,
+    }  # fmt: skip
+    return gdn.decode_packed(**given | changes)
+
+
+@pytest.mark.parametrize("call", [packed_decode, step])
+def test_the_tensor_of_a_projection_is_named(call):
+    """A wrong tensor is named, not one that it is compared with, nor a view of it."""
+    few = torch.randn(2, HV - 1)
+    for changes, match in (
+        ({"a": few}, r"a: expected shape \[tokens=2, HV=4\], got \[2, 3\]"),
+        ({"b": few}, r"b: expected shape \[tokens=2, HV=4\], got \[2, 3\]"),
+        ({"mixed_qkv": few}, r"mixed_qkv: expected 2 \* 2 \* 8 \+ 4 \* 8 = 64 columns, got \[2, 3\]"),
+        (
+            {"mixed_qkv": torch.randn(2, 2 * H * K + HV * V, requires_grad=True)},
+            "mixed_qkv: expected a tensor without gradient",
+        ),
+    ):
+        with pytest.raises(ValueError, match=match):
+            call(**changes)
+
+
+def test_a_misspelt_option_of_the_rule_has_its_name_in_the_error():
+    for function in RULES:
+        with pytest.raises(TypeError, match="[Dd]id you mean .?output_final_state"):
+            rule(function, output_final_stat=True)
+
+
+def test_arguments_that_a_call_leaves_out_are_named():
+    """Refuse what has no place in a call, and name what is expected there."""
+    with pytest.raises(ValueError, match="checkpoint_every: expected 0 without checkpoints, got 64"):
+        prefill(checkpoint_every=64)
+    with pytest.raises(
+        ValueError, match="checkpoint_offsets: expected None without checkpoints, got a tensor"
+    ):
+        prefill(checkpoint_offsets=torch.zeros(1, dtype=torch.int64))
+    with pytest.raises(
+        ValueError, match=r"state: expected shape \[slots, HV=4, K=8, V=8\], got \[1, 2, 4, 8, 8\]"
+    ):
+        prefill(state=torch.randn(1, 2, HV, K, V))
+    with pytest.raises(ValueError, match=r"x: expected shape \[B, D\] or \[B, T, D\], got \[6\]"):
+        gdn.causal_conv1d_update(torch.randn(6), torch.zeros(1, 6, 3), torch.randn(6, 4))
+
+
+def test_pools_are_read_in_floats():
+    pool = gdn.allocate_int16_pool(2, num_v_heads=HV, head_k_dim=K, head_v_dim=V)
+    with pytest.raises(TypeError, match="dtype: expected .*, got torch.int8"):
+        pool.read(torch.tensor([0]), dtype=torch.int8)
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"norm_eps": -1e-6}, "norm_eps: expected at least 0, got -1e-06"),
+        ({"recompute": "yes"}, "recompute: expected a bool, got str"),
+        ({"head_k_dim": 0}, "head_k_dim: expected a positive size, got 0"),
+    ],
+)
+@pytest.mark.parametrize("layer", [gdn.GatedDeltaNet, gdn.KimiDeltaAttention])
+def test_a_layer_checks_its_options(layer, options, match):
+    sizes = {"hidden_size": 8, "num_k_heads": H, "num_v_heads": HV, "head_k_dim": K, "head_v_dim": V}
+    with pytest.raises((TypeError, ValueError), match=match):
+        layer(**sizes | options)
+    with pytest.raises(TypeError, match="source: expected a module or a state_dict, got list"):
+        layer.from_transformers([1])
+
+
+def test_warmup_names_its_own_arguments():
+    sizes = {"num_k_heads": H, "num_v_heads": HV, "head_k_dim": K, "head_v_dim": V}
+    for changes, match in (
+        ({"num_v_heads": 3}, "num_v_heads: expected a multiple of num_k_heads=2, got 3"),
+        ({"num_k_heads": 0}, "num_k_heads: expected at least 1, got 0"),
+        ({"conv_size": 0}, "conv_size: expected at least 1, got 0"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            gdn.warmup("cpu", **sizes | changes)

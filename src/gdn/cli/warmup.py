@@ -30,7 +30,7 @@ class WarmupOptions:
     conv_size: Annotated[int, typer.Option(min=1, help="Taps of the convolution.")] = 4
     max_tokens: Annotated[int, typer.Option(min=1, help="Longest packet of drafts.")] = 4
     max_rows: Annotated[int, typer.Option(min=1, help="Most prompts in a batch.")] = 256
-    engines: Annotated[str, typer.Option(help="Some of gdn, vllm, sglang, lmdeploy.")] = "gdn"
+    engines: Annotated[str, typer.Option(help="Some of gdn, history, vllm, sglang, lmdeploy.")] = "gdn"
     gates: Annotated[str, typer.Option(help="Some of raw, active.")] = "raw"
     decay: Annotated[str, typer.Option(help="head, or channel (KDA).")] = "head"
     l2norm: Annotated[bool, typer.Option("--l2norm", help="use_qk_l2norm_in_kernel=True.")] = False

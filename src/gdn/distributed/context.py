@@ -125,7 +125,7 @@ class ContextParallel:
         return self._groups.whole.size()
 
     def shard(self, x: Tensor, dim: int) -> Tensor:
-        """Return the tokens of this rank along `dim`, in local order, from all tokens. No rank is asked."""
+        """Return the tokens of this rank along `dim`, in local order, from all tokens; no communication."""
         return redistribute.shard(x, self._table_of(x.shape[dim]), self.rank, dim)
 
     @_uncompiled

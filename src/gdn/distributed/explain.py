@@ -57,7 +57,7 @@ class ExchangeReport:
 
 
 def explain(context: "ContextParallel", arguments: Mapping[str, Any]) -> tuple[Problem, ExchangeReport]:
-    """Return the problem of this rank and the model of its exchange. No rank is asked."""
+    """Return the problem of this rank and the model of its exchange, without communication."""
     problem, plan, _ = calls.local_problem(context, arguments, None)
     R, slots, machine = context.world_size, context._num_slots, calls.machine_of(context)
     form = calls.form_of(problem, plan.table.num_tokens * plan.batch)

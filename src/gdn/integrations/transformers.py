@@ -119,7 +119,8 @@ class Patch:
 def patch_transformers(*, infer_packing: bool = False, graphs: bool = False) -> Patch:
     """Run the gated delta rule and the short convolution of Transformers models on gdn, on any device.
 
-    On a GPU also the gated RMS norm of their layers, outside of compiled graphs. It replaces the functions in
+    It also runs the RMS norms of Qwen models where no gradient is recorded, and on a GPU the gated RMS norm
+    of the layers, both outside of compiled graphs. It replaces the functions in
     qwen3_next, qwen3_5, qwen3_5_moe, qwen4_exp, olmo_hybrid, in kimi_linear, glm5_next and bailing_hybrid,
     which have a decay per key channel, and in every other model file, imported before or later, that has
     torch_chunk_gated_delta_rule and torch_recurrent_gated_delta_rule, or chunk_kimi_delta_attention and

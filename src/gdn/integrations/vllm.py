@@ -230,9 +230,10 @@ def patch_vllm() -> Patch:
     """Replace vLLM's gated delta rule functions by gdn's, in this process: import vllm's model files first.
 
     Every imported module that holds one of the six functions gets ours, the convolution of other models
-    included; calls that gdn rejects (a decay per channel) go to vLLM's own. Call it in each worker. vLLM's
-    defaults take prefill on Hopper and drafts past these functions: the plug-in (`register`) does not depend
-    on them, and this patch warns and names the flags.
+    included, and so do the three functions of Kimi's layers where their module is imported. Calls that gdn
+    rejects go to vLLM's own functions. Call it in each worker. vLLM's defaults compute prefill on Hopper, and
+    drafts, without these functions: the plug-in (`register_layers`) does not depend on them, and this patch
+    warns and names the flags.
 
     Returns: a Patch: call `undo()`, or use it in a `with` statement. Raises ImportError without vLLM.
     """

@@ -42,7 +42,9 @@ class GatedDeltaNet(DeltaRuleMixer):
 
     The parameters have the names of the Qwen3.5 layer: in_proj_qkv, in_proj_z, in_proj_b, in_proj_a, conv1d,
     A_log [HV], dt_bias [HV], norm, out_proj; conv1d.weight is [2 H K + HV V, W]. All of them get gradients.
-    Raises: ValueError for a size that is not positive, or if num_v_heads is not a multiple of num_k_heads.
+    Raises: TypeError, ValueError for a size that is not a positive int, a num_v_heads that is not a multiple
+            of num_k_heads, a negative norm_eps and an unknown output_gate or backend.
+    Cost:   five matmuls, the convolution, the rule and the norm; memory in docs/limits.md.
     Source: arXiv:2412.06464, section 3.4.
 
     Example:
@@ -76,9 +78,12 @@ class GatedDeltaNet(DeltaRuleMixer):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        flags = {
+            "with_conv_bias": with_conv_bias, "allow_neg_eigval": allow_neg_eigval, "recompute": recompute,
+        }  # fmt: skip
         check_layer(
-            output_gate, backend, hidden_size=hidden_size, num_k_heads=num_k_heads, num_v_heads=num_v_heads,
-            head_k_dim=head_k_dim, head_v_dim=head_v_dim, conv_size=conv_size,
+            output_gate, backend, norm_eps, flags, hidden_size=hidden_size, num_k_heads=num_k_heads,
+            num_v_heads=num_v_heads, head_k_dim=head_k_dim, head_v_dim=head_v_dim, conv_size=conv_size,
         )  # fmt: skip
         self.hidden_size, self.num_k_heads, self.num_v_heads = hidden_size, num_k_heads, num_v_heads
         self.head_k_dim, self.head_v_dim = head_k_dim, head_v_dim

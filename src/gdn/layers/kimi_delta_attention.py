@@ -39,7 +39,8 @@ class KimiDeltaAttention(DeltaRuleMixer):
 
     Parameters: in_proj_qkv, in_proj_z, in_proj_b, in_proj_a, conv1d, A_log [HV], dt_bias [HV, K], norm,
             out_proj. The two linear maps of a gate_rank are in_proj_a.0 and in_proj_a.1, and so for z.
-    Raises: ValueError for a size that is not positive, or if num_v_heads is not a multiple of num_k_heads.
+    Raises: as `GatedDeltaNet`; ValueError for a gate_rank below 1 and a lower_bound that is not below 0.
+    Cost:   as `GatedDeltaNet`; the rule of a decay per key channel takes longer (docs/channel_decay.md).
     Source: arXiv:2510.26692. The cache is a `GatedDeltaNetCache`.
 
     Example:
@@ -70,8 +71,8 @@ class KimiDeltaAttention(DeltaRuleMixer):
         HV = num_k_heads if num_v_heads is None else num_v_heads
         V = head_k_dim if head_v_dim is None else head_v_dim
         check_layer(
-            "sigmoid", backend, hidden_size=hidden_size, num_k_heads=num_k_heads, num_v_heads=HV,
-            head_k_dim=head_k_dim, head_v_dim=V, conv_size=conv_size,
+            "sigmoid", backend, norm_eps, {"recompute": recompute}, hidden_size=hidden_size,
+            num_k_heads=num_k_heads, num_v_heads=HV, head_k_dim=head_k_dim, head_v_dim=V, conv_size=conv_size,
         )  # fmt: skip
         check_kimi(gate_rank, lower_bound)
         self.hidden_size, self.num_k_heads, self.num_v_heads = hidden_size, num_k_heads, HV

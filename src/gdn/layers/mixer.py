@@ -72,7 +72,7 @@ class DeltaRuleMixer(nn.Module):
         """Mix the tokens of each sequence.
 
         Args:
-            hidden           [B, T, hidden_size]
+            hidden           [B, T, hidden_size], in the dtype of the weights (any float under autocast)
             attention_mask   [B, T'] with T' >= T, any dtype, 0 where a token is padding; only the last T
                              columns are used. Padding at any position affects no output, state or window.
             cu_seqlens       [N+1] int32 or int64: packed sequences, B = 1; not with attention_mask
@@ -81,7 +81,7 @@ class DeltaRuleMixer(nn.Module):
                              stores the new memory in it. With an empty cache the sequences start here.
             cp_context       hidden holds the tokens of this rank, offsets are global: `gdn.ContextParallel`;
                              neither with a mask nor with a cache
-        Returns [B, T, hidden_size]: zero at padding and past cu_seqlens[-1].
+        Returns [B, T, hidden_size], dtype of hidden or of autocast: zero at padding and past cu_seqlens[-1].
         Raises: TypeError and ValueError for inputs that do not fit, before anything is computed.
 
         A call of up to 16 tokens with a cache and without gradient runs token by token. Any other call runs

@@ -21,7 +21,7 @@ def from_transformers(
     output_gate: str | None = None,
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Return the constructor arguments and the state_dict of the GatedDeltaNet that equals `source`."""
-    weights = dict(source.state_dict() if isinstance(source, nn.Module) else source)
+    weights = _state_dict(source)
     names = set(weights) - {"conv1d.bias"}
     if names not in (SHARED | QWEN3_5, SHARED | QWEN3_NEXT):
         raise ValueError(
@@ -47,6 +47,13 @@ def from_transformers(
         "output_gate": output_gate or "silu",
     }
     return sizes | options, weights
+
+
+def _state_dict(source: Any) -> dict[str, Tensor]:
+    """Return the tensors of a module, or a copy of its state_dict."""
+    if not isinstance(source, (nn.Module, Mapping)):
+        raise TypeError(f"source: expected a module or a state_dict, got {type(source).__name__}")
+    return dict(source.state_dict() if isinstance(source, nn.Module) else source)
 
 
 def _sizes(weights: Mapping[str, Tensor], H: int) -> dict[str, int]:
@@ -100,7 +107,7 @@ def from_kimi(
     source: nn.Module | Mapping[str, Tensor], lower_bound: float | None, norm_eps: float | None
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Return the constructor arguments and the state_dict of the KimiDeltaAttention that equals `source`."""
-    tensors = dict(source.state_dict() if isinstance(source, nn.Module) else source)
+    tensors = _state_dict(source)
     if set(tensors) not in (KIMI | LOW_RANK, KIMI | FULL_RANK):
         raise ValueError(
             "source: expected the tensors of a KimiLinear, Glm5NextText or BailingHybrid layer, got "

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from gdn.notation import Decay, Keys, Offsets, PerHead, Q, State, Values
 from gdn.ops.rule import chunk_gated_delta_rule
-from gdn.problem import CHUNK, Problem, check_next_token, host_offsets, parse
+from gdn.problem import CHUNK, Problem, check_decoder, check_next_token, host_offsets, parse
 
 
 class _Row(NamedTuple):
@@ -57,12 +57,14 @@ class ChunkDecoder:
                  the rule's states from the first call on
         backend  "eager" or "triton"; None: `triton` on a GPU, else `eager`. The training forward must name
                  the same. `hopper` scales a chunk by its last token, so that earlier tokens depend on it.
-        options  those of `chunk_gated_delta_rule` on the gates, norms, scale and layout of the state
+        options  those of `chunk_gated_delta_rule` on the gates, norms, scale and layout of the state:
+                 scale, use_qk_l2norm_in_kernel, use_gate_in_kernel, A_log, dt_bias, lower_bound,
+                 use_beta_sigmoid_in_kernel, allow_neg_eigval, state_v_first
 
     Bits:   a row's do not depend on the other rows. On `eager` on a CPU they rely on a BLAS that rounds each
             matrix of a batch as it does alone, as oneMKL does; elsewhere all operands have the same shapes.
-    Raises: as the rule; ValueError for a token of other shapes, dtypes or gates than those before it. No row
-            has changed then.
+    Raises: as the rule; TypeError for another option; ValueError for a token of other shapes, dtypes or gates
+            than those before it. No row has changed then.
     Cost:   some 64 times the flop of `decode`, and twice its bytes of states and more. No call but `prefill`
             waits for the GPU, and the state is updated in place: from the second `decode` on, a call can be
             captured in a CUDA graph.
@@ -79,8 +81,7 @@ class ChunkDecoder:
     """
 
     def __init__(self, state: State, *, backend: str | None = None, **options: Any) -> None:
-        if backend not in (None, "eager", "triton"):
-            raise ValueError(f"backend: expected None, eager or triton, got {backend}")
+        check_decoder(state, backend, options)
         self.state = state.detach().clone()
         self.count = torch.zeros(state.shape[0], dtype=torch.int64, device=state.device)
         self._options = options | {

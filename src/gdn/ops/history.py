@@ -246,7 +246,7 @@ def decode_with_history(
         use_history  bool or None          True: append. False: fold what the history holds, then run
                                            `decode`, which writes the state. None: append where measurements
                                            have shown it faster (`HistoryPool.explain`), and always with
-                                           num_accepted or states in int8, which have no plain way
+                                           num_accepted or states in int8, for which False raises
         q, k, v, the gates, scale, use_qk_l2norm_in_kernel, allow_neg_eigval, state_v_first, cu_seqlens,
         max_seqlen, null_slot, out, backend    as in `decode`
     use_history may differ from call to call: both ways continue from any history.
@@ -259,8 +259,8 @@ def decode_with_history(
             those of `decode` within rounding; with use_history=False, and empty histories, bit for bit.
     Raises: TypeError, ValueError, NotImplementedError as in `gdn.problem`; ValueError if a gradient is
             required; no tensor has been modified then. `triton` supports rows of up to 16 tokens.
-    Cost:   per row one state and P places read, T places written; a fold also writes the state. In the plain
-            way one state read and written.
+    Cost:   per row one state and P places read, T places written; a fold also writes the state. Without
+            appending one state is read and written.
     Source: arXiv:2412.06464, section 3.3, on one short chunk.
 
     Example:

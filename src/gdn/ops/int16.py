@@ -88,6 +88,7 @@ def allocate_int16_pool(
         state_v_first               layout of the states
         device                      None: PyTorch's default device
 
+    Returns: an Int16Pool, whose `bytes_per_slot` is the memory of a slot in one layer.
     Raises: TypeError, ValueError for sizes out of range.
     A ring of R states per slot is `allocate_int16_pool(slots, R, ...)`.
     """
@@ -109,6 +110,8 @@ def tensors_of(state: Any) -> tuple[Any, Tensor | None]:
 def read_slots(held: Tensor | ColumnStates, index: Index, state_v_first: bool, dtype: torch.dtype) -> Tensor:
     """Return the states of some slots of a pool of one layer in a float dtype; zeros for an invalid slot."""
     _check_slots(held, index, state_v_first)
+    if dtype not in check.FLOATS:
+        raise TypeError(f"dtype: expected one of {', '.join(map(str, check.FLOATS))}, got {dtype}")
     index, (slots, *sizes) = index.long(), held.shape
     if slots == 0:
         return torch.zeros(*index.shape, *sizes, dtype=dtype, device=index.device)

@@ -86,7 +86,7 @@ def prefill(
             skipped. An empty sequence leaves its slots unchanged (a snapshot at 0 is stored). No slot may be
             written twice, and no slot that one sequence reads may be written by another.
     Histories: on a HistoryPool the histories of slots that a sequence continues are folded first, and those
-            of slots that get a state are emptied; drafts of a last call are dropped. Outputs and states are
+            of slots that get a state are emptied; drafts of the last call are dropped. Outputs and states are
             then those of a prefill on the folded states. One launch more for each on a GPU.
     Raises: TypeError, ValueError, NotImplementedError as in `gdn.problem`; ValueError if a gradient is
             required; no tensor has been modified then.

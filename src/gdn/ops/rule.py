@@ -3,7 +3,7 @@
 import difflib
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any, ParamSpec, TypeVar
 
@@ -22,7 +22,7 @@ R = TypeVar("R")
 
 
 def with_fla_hint(function: Callable[P, R]) -> Callable[P, R]:
-    """Wrap a function: name the module with FLA's conventions in a TypeError about the arguments."""
+    """Wrap a function: name the nearest argument and FLA's module in a TypeError about the arguments."""
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -31,13 +31,22 @@ def with_fla_hint(function: Callable[P, R]) -> Callable[P, R]:
         except TypeError as error:
             # no inner frame: Python raised it for the arguments, not the function's body
             if error.__traceback__ is not None and error.__traceback__.tb_next is None:
+                arguments = inspect.signature(function).parameters
+                hints = [nearest_name(name, arguments) for name in kwargs if name not in arguments]
+                # Python 3.13 and newer name it themselves
+                message = str(error) if "Did you mean" in str(error) else "".join([str(error), *hints])
                 raise TypeError(
-                    f"{error} (options are keyword-only and tensors are [B, T, H, K]; functions with FLA's "
+                    f"{message} (options are keyword-only and tensors are [B, T, H, K]; functions with FLA's "
                     "positions, head_first and old names are in gdn.integrations.fla)"
                 ) from None
             raise
 
     return call
+
+
+def nearest_name(name: str, names: Iterable[str]) -> str:
+    """Return " (did you mean x?)" for the name x that is like `name`; an empty string without one."""
+    return "".join(f" (did you mean {match}?)" for match in difflib.get_close_matches(name, names, 1))
 
 
 @with_fla_hint
@@ -182,7 +191,8 @@ def fused_recurrent_gated_delta_rule(
 
         S <- e^g S;   d = beta (v - S^T k);   S <- S + k d^T;   o = scale S^T q
 
-    Arguments, results, gradients and errors are those of `chunk_gated_delta_rule`; the backward is the
+    Arguments, results, gradients and errors are those of `chunk_gated_delta_rule`, but g and beta are
+    keyword-only, there is no `recompute`, and a cp_context raises NotImplementedError. The backward is the
     chunked one. `decode` does the same on the state pool of an engine, in place.
     Cost:   6 K V flop per token and value head; the state is read and written once per token.
     Source: arXiv:2412.06464, equation 10.
@@ -204,14 +214,13 @@ def explain(
 
     Returns a Report: print it, or read `chosen` and `refusals`, the reason of each backend that does not
     support the call. With `cp_context` it is about the tokens of this rank, and `exchange` says what the
-    exchange of states costs by a model; no rank is asked. Raises as `chunk_gated_delta_rule` does for an
+    exchange of states costs by a model, without communication. Raises as `chunk_gated_delta_rule` does for an
     invalid call.
     """
     arguments = inspect.signature(chunk_gated_delta_rule).parameters
     for name in options:
         if name not in arguments:
-            near = difflib.get_close_matches(name, arguments, 1)
-            hint = "".join(f" (did you mean {match}?)" for match in near)
+            hint = nearest_name(name, arguments)
             raise TypeError(
                 f"explain: expected options of chunk_gated_delta_rule, got the unexpected {name}{hint}"
             )

@@ -13,6 +13,7 @@ import torch
 from gdn.ops.warmup_calls import ENGINES, layer, windows
 from gdn.ops.warmup_history import history
 from gdn.ops.warmup_sizes import Sizes
+from gdn.problem.history import check_pool_sizes
 from gdn.problem.warmup import check_index_dtype, check_names, check_state_dtypes
 
 
@@ -74,6 +75,10 @@ def warmup(
     Cost:   the compile time; memory for max_rows prompts of 65 tokens and as many states, and for one prompt
             of 4096 tokens.
     """
+    check_pool_sizes(
+        (), num_k_heads=num_k_heads, num_v_heads=num_v_heads, head_k_dim=head_k_dim, head_v_dim=head_v_dim,
+        conv_size=conv_size,
+    )  # fmt: skip
     check_names("engines", engines, _ENGINES)
     check_names("gates", gates, ("raw", "active"))
     check_names("decay", (decay,), ("head", "channel"))

@@ -85,8 +85,9 @@ def pool(p: Any, is_ring: bool, dims: dict[str, int], has_history: bool = False)
     q, state = p.q, p.state
     check_states(state, p.column_scale, has_history)
     axes = ("slots R " if is_ring else "slots ") + ("HV V K" if p.state_v_first else "HV K V")
-    if state.dim() == 5 and not is_ring:
-        raise ValueError(f"state: expected [{axes}] without ring_pos, got {list(state.shape)}")
+    if state.dim() == 5 and not is_ring and hasattr(p, "ring_pos"):
+        sizes = check.describe(axes.split(), dims)
+        raise ValueError(f"state: expected shape [{sizes}] without ring_pos, got {list(state.shape)}")
     check.shape("state", state, axes, dims)
     if is_ring and dims["R"] < 1:
         raise ValueError(f"state: expected a ring of R >= 1 entries, got R={dims['R']}")
@@ -247,8 +248,10 @@ def checkpoints(p: Any, dims: dict[str, int]) -> None:
         raise TypeError(f"checkpoint_every: expected an int, got {type(every).__name__}")
     if checkpoints is None:
         if offsets is not None or every:
-            name = "checkpoint_every" if every else "checkpoint_offsets"
-            raise ValueError(f"{name}: expected nothing without checkpoints, got a value")
+            name, wanted, got = "checkpoint_offsets", "None", "a tensor"
+            if every:
+                name, wanted, got = "checkpoint_every", "0", str(every)
+            raise ValueError(f"{name}: expected {wanted} without checkpoints, got {got}")
         return
     if every < CHUNK or every % CHUNK:
         raise ValueError(f"checkpoint_every: expected a positive multiple of {CHUNK}, got {every}")
@@ -276,12 +279,15 @@ def output(v: Tensor, out: Tensor | None) -> Tensor:
     return v.new_empty(v.shape) if out is None else out
 
 
-def devices(function: str, q: Tensor, p: Declared) -> None:
-    """Check that all tensors of p but cu_seqlens can be operands beside q, and that none has a gradient."""
+def devices(function: str, q: Tensor, p: Declared, name: str = "q") -> None:
+    """Check that all tensors of p but cu_seqlens can be operands beside q, and that none has a gradient.
+
+    name: that of q among the arguments of the function.
+    """
     given = zip(p.declaration.tensors, p.tensors(), strict=True)
-    tensors = {"q": q, **{name: x for name, x in given if x is not None}}
+    tensors = {name: q, **{other: x for other, x in given if x is not None}}
     tensors.pop("cu_seqlens", None)
-    check.companions(q, "q", **tensors)
+    check.companions(q, name, **tensors)
     check.no_gradient(function, **tensors)
 
 

@@ -137,6 +137,8 @@ def parse_conv_update(**given: Any) -> ConvUpdateProblem:
     x, out = p.x, p.out
     check.tensor("x", x)
     dims: dict[str, int] = {}
+    if x.dim() not in (2, 3):
+        raise ValueError(f"x: expected shape [B, D] or [B, T, D], got {list(x.shape)}")
     axes = "B D" if x.dim() == 2 else "B T D"
     _check_channels(p, axes, dims)
     if p.ring_pos is not None and p.num_accepted is not None:
@@ -189,9 +191,14 @@ def parse_norm(**given: Any) -> NormProblem:
     return p
 
 
-def check_layer(gate: Any, backend: Any, **sizes: Any) -> None:
-    """Raise unless all sizes are positive ints and num_v_heads is a multiple of num_k_heads."""
+def check_layer(gate: Any, backend: Any, norm_eps: Any, flags: dict[str, Any], **sizes: Any) -> None:
+    """Raise unless all sizes are positive ints and num_v_heads is a multiple of num_k_heads.
+
+    flags: options by name that must be bools
+    """
     check.backend(backend)
+    check.eps("norm_eps", norm_eps)
+    check.flags(flags, tuple(flags))
     for name, size in sizes.items():
         if isinstance(size, bool) or not isinstance(size, int):
             raise TypeError(f"{name}: expected an int, got {type(size).__name__}")

@@ -16,6 +16,13 @@ RESET = (
     -1000.0
 )  # a lower log decay counts as this one: e^-1000 is 0 in every dtype, and sums keep their resolution
 
+# what a ChunkDecoder may have of the rule's options: those that are the same for all tokens of a row
+DECODER_OPTIONS = (
+    "scale", "use_qk_l2norm_in_kernel", "use_gate_in_kernel", "A_log", "dt_bias", "lower_bound",
+    "use_beta_sigmoid_in_kernel", "allow_neg_eigval", "state_v_first", "exact", "recompute",
+    "batch_invariant", "output_final_state",
+)  # fmt: skip
+
 
 @runtime_checkable
 class ContextParallel(Protocol):
@@ -211,6 +218,20 @@ def _check_gates(p: Problem, dims: dict[str, int]) -> None:
         )
     if p.allow_neg_eigval and not p.use_beta_sigmoid_in_kernel:
         raise ValueError("allow_neg_eigval: expected use_beta_sigmoid_in_kernel=True with it, got False")
+
+
+def check_decoder(state: Any, backend: Any, options: Mapping[str, Any]) -> None:
+    """Raise unless these make a ChunkDecoder: states of rows, a backend, and options of the rule."""
+    check.floating("state", state)
+    if state.dim() != 4:
+        raise ValueError(f"state: expected shape [B, HV, K, V], got {list(state.shape)}")
+    if backend not in (None, "eager", "triton"):
+        raise ValueError(f"backend: expected None, eager or triton, got {backend}")
+    for name, value in options.items():
+        if name not in DECODER_OPTIONS:
+            raise TypeError(f"ChunkDecoder: expected options of {', '.join(DECODER_OPTIONS)}, got {name}")
+        if name in ("batch_invariant", "output_final_state") and value is not True:
+            raise ValueError(f"{name}: expected True, got {value}")
 
 
 def check_next_token(p: Problem, held: Sequence[Tensor | None]) -> None:

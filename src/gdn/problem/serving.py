@@ -212,6 +212,7 @@ def parse_packed(
     sizes = {"num_k_heads": num_k_heads, "head_k_dim": head_k_dim, "head_v_dim": head_v_dim}
     packed = {"mixed_qkv": mixed_qkv, **sizes, **{name: given[name] for name in ("a", "b", "out")}}
     check_packed(packed)
+    check.no_gradient("decode_packed", mixed_qkv=mixed_qkv)
     views = packed_views(packed, is_dense=given["cu_seqlens"] is None)
     return parse_decode(**{**given, **views, "g": None, "beta": None})
 
@@ -229,8 +230,13 @@ def check_packed(given: Mapping[str, Any]) -> None:
     check.floating("mixed_qkv", mixed_qkv)
     dims = {"K": K}
     check.shape("mixed_qkv", mixed_qkv, "tokens columns", dims)
+    for name in ("a", "b"):
+        check.floating(name, given[name])
+    last = given["b"].shape[-1:]
+    if last and dims["columns"] == 2 * H * K + last[0] * V:
+        # two of three tensors have the same heads, so an error names the third
+        dims["HV"] = last[0]
     check.decay("a", given["a"], "tokens HV", dims)
-    check.floating("b", given["b"])
     check.shape("b", given["b"], "tokens HV", dims)
     if dims["columns"] != 2 * H * K + dims["HV"] * V:
         raise ValueError(

@@ -176,7 +176,7 @@ def parse_step(**given: Any) -> StepProblem:
             check.enough_slots("conv_state", p.conv_state.shape[0], dims["N"], "conv_index")
     _norm(p.z, p.norm_weight, views.v.shape)
     addressing.out(views.q, views.v, views.out)
-    addressing.devices("decode_step", views.q, p)
+    addressing.devices("decode_step", p.mixed_qkv, p, "mixed_qkv")
     out = views.v.new_empty(*p.b.shape, views.v.shape[3]) if p.out is None else p.out
     p.complete(out=out, scale=addressing.scale(p.scale, dims), norm_eps=float(p.norm_eps))
     return p
