@@ -111,7 +111,7 @@ def info(
     device: Device = None,
     json_file: Json = None,
     engines: Annotated[
-        bool, typer.Option("--engines", help="Who serves the layers of vLLM, SGLang and lmdeploy here.")
+        bool, typer.Option("--engines", help="Whose kernels run the layers of vLLM, SGLang, lmdeploy.")
     ] = False,
 ) -> None:
     """Print versions, devices, threads, and the backend of a call of each dtype."""

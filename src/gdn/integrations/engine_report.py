@@ -1,4 +1,4 @@
-"""Report who serves the gated delta rule of each installed engine: prefill, decode and verification.
+"""Report whose kernels run the gated delta rule of each installed engine: prefill, decode and verification.
 
 What an engine would run is read from its version, the GPU, and the environment; what it ran is counted
 (`gdn.integrations.usage`). No engine is imported for it.
@@ -21,7 +21,7 @@ Gpu = tuple[tuple[int, int], int]  # compute capability, and the major version o
 
 @dataclass(frozen=True)
 class Server:
-    """Say who serves one phase of one kind of layer, and which setting changes it.
+    """Say whose kernels run one phase of one kind of layer, and which setting changes it.
 
     calls: of gdn, 0 if none was counted.
     """
@@ -56,10 +56,15 @@ def find_gpu() -> Gpu | None:
 def report(
     versions: dict[str, str] | None = None, gpu: Gpu | None = None, folder: str | None = None
 ) -> tuple[list[Server], dict[tuple[str, str], int]]:
-    """Return who serves each phase, and how often gdn rejected a call: (function, reason) -> calls.
+    """Return whose kernels run each phase, and how often gdn rejected a call: (function, reason) -> calls.
 
-    versions: None: those that are installed. gpu: None: this machine's. folder: of GDN_CALLS, with the counts
-    of other processes; None: the one in the environment, else this process alone.
+    Args:
+        versions  engine -> version; None: those that are installed
+        gpu       compute capability and major version of CUDA; None: those of this machine
+        folder    that of GDN_CALLS, with the counts of other processes; None: the one in the environment,
+                  else this process alone
+    Returns: a Server for each engine, kind of layer and phase (whose kernels run, and which setting changes
+             it), and the number of calls that gdn rejected by function and reason.
     """
     versions = installed() if versions is None else versions
     gpu = find_gpu() if gpu is None else gpu

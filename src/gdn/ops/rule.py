@@ -151,7 +151,7 @@ def chunk_gated_delta_rule(
 
 
 def chunk_on_own_keys(q: Q, k: Keys, v: Values, **options: Any) -> tuple[Values, State | None]:
-    """Run `chunk_gated_delta_rule` on q and k that nobody else reads, for layers.
+    """Run `chunk_gated_delta_rule` on q and k that only this call reads, for layers.
 
     A backward that keeps no graph may store dq and dk over q and k. Gradients have the same bits.
     """
