@@ -23,12 +23,12 @@ FACTOR_LINES = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, r
 BLOCK = 16  # rows and columns of a block of A_inv
 
 
-def tile_of(has_zeros: bool) -> tuple[int, int]:
+def inverse_tile(has_zeros: bool) -> tuple[int, int]:
     """Return the shape in HBM of a tile of A_inv: [C, C], or 10 blocks of 16 without the zero blocks."""
     return (CHUNK, CHUNK) if has_zeros else (10 * BLOCK, BLOCK)
 
 
-def describe_inverse(A_inv: Tensor) -> tuple[TensorDescriptor | None, ...]:
+def describe_inverse_rows(A_inv: Tensor) -> tuple[TensorDescriptor | None, ...]:
     """Return four TMA descriptors of tiles of A_inv, which move C columns of some of the C rows of a tile.
 
     Tiles [C, C] need two: the upper and the lower rows. Tiles without zero blocks need four, of 16 rows each:

@@ -4,7 +4,7 @@ Where sequences and heads are few, `segments` cuts sequences into segments that 
 
 HBM bytes per token and value head at K = V = 128 in bf16, HV = H: gates 14, solve 352; scan: q, k, v, o 1024,
 A_inv 80, factors 10. Sum 1480; 32 more of chunks that are not well-conditioned, and 256 with l2norm. The
-tensors saved for a backward add 560 (A_inv has its zeros then), or 1040 where states are kept in fp32.
+tensors saved for a backward add 576 (A_inv has its zeros then), or 1040 where states are kept in fp32.
 """
 
 import itertools
@@ -24,10 +24,10 @@ from gdn.backends.hopper.descriptors import (
     align,
     align_placeholders,
     describe_factors,
-    describe_inverse,
+    describe_inverse_rows,
+    inverse_tile,
     make_descriptor,
     state_layout,
-    tile_of,
 )
 from gdn.backends.hopper.factors import MIN_G, NUM_ROWS, WITH_A_INV
 from gdn.backends.hopper.gates import gates_kernel
@@ -108,7 +108,7 @@ class Forward:
         # only a packed batch has tokens of no sequence, whose outputs `solve` zeroes
         tail = None if table is None else o
         q_d, k_d, v_d = (make_descriptor(x, (1, CHUNK, 1, STRIP), TOKENS) for x in (p.q, p.k, p.v))
-        A_d = describe_inverse(A_inv)
+        A_d = describe_inverse_rows(A_inv)
         tiles: tuple[Any, ...] = (k_d, v_d, *A_d, describe_factors(factors))
         solved: tuple[Any, ...] = (*A_d, q_d if p.use_qk_l2norm_in_kernel else None, k_d)
         gates = (p.g, p.beta, p.A_log, p.dt_bias, table, factors)
@@ -321,7 +321,7 @@ def _plan(
     # A forward for a backward (states in q's dtype at K = 128) stores A_inv whole. Any other at K = 128 omits
     # its six zero blocks of 16, 48 HBM bytes a token and head, and has B for well-conditioned chunks.
     is_spare = p.K == 2 * STRIP and kept is not p.q.dtype
-    tile = tile_of(has_zeros=not is_spare)
+    tile = inverse_tile(has_zeros=not is_spare)
     parts = (2,) if p.K == CHUNK else ()
     fast_path: bool | int = FAST_PATH and p.K == 2 * STRIP
     if fast_path and not is_spare:
