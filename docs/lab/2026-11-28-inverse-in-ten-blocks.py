@@ -7,9 +7,9 @@ its own `src` and `benchmarks`; the two measure in turn, never at the same time.
 each tree and kind of call fills Triton's cache, all at once.
 
 Bits: the forward at the rows of `gdn bench prefill --set table` and short ones, the other KINDS at some
-rows. OTHER BITS where a sum over the bits of any result, weighted by place, differs, or where a call differs
-from the call before it. Times: us of a forward by CUDA graphs, the least over rounds of medians of nine; the
-last table has them, and the ratio after / before.
+rows. OTHER BITS where a sum over the bits of any result, weighted by place, differs; RERUN where a call
+differs from the call before it. All calls name `backend="hopper"`. Times: us of a forward by CUDA graphs, the
+least over rounds of medians of nine; the last table has them, and the ratio after / before.
 DRY=1: on a CPU, `eager`, a few tokens, no times.
 """
 
@@ -73,11 +73,11 @@ def calls_of(row, kind):
         case = replace(case, **catalog.VARIANTS["gated"])
     given = inputs(case, torch.bfloat16, device=device, is_drawn_there=True)
     given.tensors["cu_seqlens"] = given.tensors["cu_seqlens"].int()
-    tensors = {**given.tensors, **given.options}
+    tensors = {**given.tensors, **given.options, "backend": "eager" if DRY else "hopper"}
 
     if kind.startswith(("pool", "checkpoints")):
         initial = tensors.pop("initial_state")
-        call = {x: tensors[x] for x in ("q", "k", "v", "g", "beta", "cu_seqlens")}
+        call = {x: tensors[x] for x in ("q", "k", "v", "g", "beta", "cu_seqlens", "backend")}
         N, HV, D = len(initial), initial.shape[1], initial.shape[2]
         first = torch.cat([initial, initial + 1]).to(torch.bfloat16 if kind == "pool bf16" else torch.float32)
         state = first.clone()
@@ -136,10 +136,14 @@ def child(tree):
     """Answer requests (row, kind): bits; (row, "open"), "time" and "close": us of a forward."""
     import torch
 
-    graph = None
+    import gdn
+
+    assert Path(gdn.__file__).is_relative_to(tree), gdn.__file__
+    graph = run = None
 
     def answer(row, kind):
-        nonlocal graph
+        # a graph reads the tensors that its call holds
+        nonlocal graph, run
         if kind == "time":
             times = []
             for _ in range(0 if DRY else 9):
@@ -151,7 +155,7 @@ def child(tree):
                 times.append(a.elapsed_time(b) * 250)
             return statistics.median(times) if times else 1.0
         if kind == "close":
-            graph = None
+            graph = run = None
             return None
         if kind == "open":
             run, _ = calls_of(row, "forward")
@@ -181,8 +185,8 @@ def child(tree):
 
 def start(tree, *arguments, **options):
     """Start this script as a process of a tree."""
-    folders = os.pathsep.join(f"{tree}/{folder}" for folder in ("src", "benchmarks"))
-    environment = {**os.environ, "PYTHONPATH": folders}
+    folders = [f"{tree}/src", f"{tree}/benchmarks", *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(folders)}
     command = [sys.executable, __file__, "--child", str(tree), *arguments]
     return subprocess.Popen(command, env=environment, text=True, **options)
 
@@ -205,9 +209,13 @@ def compare_bits(trees):
         for row in rows:
             a, b = (tree.ask(row, kind) for tree in trees)
             failed = [x["error"] for x in (a, b) if isinstance(x, dict)]
-            if failed or a != b or not a[1]:
-                faults.append(f"{kind}, {row}: {failed or f'OTHER BITS {a} {b}'}")
-                print(faults[-1], flush=True)
+            if failed:
+                faults.append(f"{kind}, {row}: FAILED {failed}")
+            elif a[0] != b[0]:
+                others = [n for n, (x, y) in enumerate(zip(a[0], b[0], strict=True)) if x != y]
+                faults.append(f"{kind}, {row}: OTHER BITS of results {others} of {len(a[0])}")
+            elif not (a[1] and b[1]):
+                faults.append(f"{kind}, {row}: RERUN has other bits, before {a[1]}, after {b[1]}")
     return faults
 
 
