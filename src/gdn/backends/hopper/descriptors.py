@@ -9,30 +9,55 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from gdn.backends.hopper.scan.operands import BF16_TILE
+from gdn.backends.hopper.factors import BOX_LINES, LINE, NUM_LINES
+from gdn.backends.hopper.scan.operands import BF16_TILE, FP32_ROWS
 from gdn.problem import CHUNK, Problem
 
-# shared memory of the TMA blocks: halves of A_inv, fp32 states, tokens of q, k, v, boxes of factors
-A_INV_HALF = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3)
+# shared memory of the TMA blocks: rows of A_inv, fp32 states, tokens of q, k, v, boxes of factors
+A_INV_ROWS = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3)
 FP32_STATE = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2)
 TOKENS = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
 FP32_SLOTS = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=4)
-FACTOR_ROWS = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
+FACTOR_ROWS = FP32_ROWS.value
+FACTOR_LINES = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=3)
+BLOCK = 16  # rows and columns of a block of A_inv
 
 
-def halves_of(A_inv: Tensor) -> tuple[Tensor, Tensor]:
-    """Return views of the upper and lower C / 2 rows of tiles [.., C, C], or [.., 3 C / 2, C / 2].
+def inverse_tile(has_zeros: bool) -> tuple[int, int]:
+    """Return the shape in HBM of a tile of A_inv: [C, C], or 10 blocks of 16 without the zero blocks."""
+    return (CHUNK, CHUNK) if has_zeros else (10 * BLOCK, BLOCK)
 
-    The latter lack the zero upper right quarter. A TMA load of 64 columns reads it as zeros, and a TMA store
-    does not write it, since it is out of the view's bounds.
+
+def describe_inverse_rows(A_inv: Tensor) -> tuple[TensorDescriptor | None, ...]:
+    """Return four TMA descriptors of tiles of A_inv, which move C columns of some of the C rows of a tile.
+
+    Tiles [C, C] need two: the upper and the lower rows. Tiles without zero blocks need four, of 16 rows each:
+    1, 2, 3 and 4 blocks, row after row. A TMA load reads the zero blocks right of them as zeros, and a TMA
+    store does not write these, since they are out of the bounds of the descriptor's tensor.
     """
-    width = A_inv.shape[-1]
-    size, upper = A_inv.shape[-2] * width, CHUNK // 2 * width
-    shape = (A_inv.numel() // size, CHUNK // 2)
-    return (
-        A_inv.as_strided((*shape, width), (size, width, 1)),
-        A_inv.as_strided((*shape, CHUNK), (size, CHUNK, 1), A_inv.storage_offset() + upper),
-    )
+    has_zeros = A_inv.shape[-1] == CHUNK
+    rows = CHUNK // 2 if has_zeros else BLOCK
+    widths = (CHUNK, CHUNK) if has_zeros else range(BLOCK, CHUNK + 1, BLOCK)
+    size = A_inv.shape[-2] * A_inv.shape[-1]
+    described: list[TensorDescriptor | None] = []
+    first = A_inv.storage_offset()
+    for width in widths:
+        x = A_inv.as_strided((A_inv.numel() // size, rows, width), (size, width, 1), first)
+        described.append(make_descriptor(x, (1, rows, CHUNK), A_INV_ROWS))
+        first += rows * width
+    return (*described, *[None] * (4 - len(described)))
+
+
+def describe_factors(factors: Tensor) -> TensorDescriptor:
+    """Return the TMA descriptor of boxes of factors [.., NUM_ROWS, C], in lines of 128 bytes.
+
+    The tensor of the descriptor ends with the last line of a tile that is written. So the load of a tile's
+    second box reads no others from HBM.
+    """
+    line, lines = LINE.value, NUM_LINES.value
+    size = factors.shape[-2] * factors.shape[-1]
+    x = factors.as_strided((factors.numel() // size, lines, line), (size, line, 1))
+    return make_descriptor(x, (1, BOX_LINES.value, line), FACTOR_LINES)
 
 
 def state_layout(x: Tensor) -> gl.NVMMASharedLayout:

@@ -26,6 +26,7 @@ __all__ = [
     "gdc_launch_dependents",
     "gdc_wait",
     "jit",
+    "join_descriptors",
     "kernel",
     "mbarrier",
     "mma_v2",
@@ -133,6 +134,15 @@ def widen_bf16(x):
     # early clobber (&): the first output is written before the last read of the input
     asm: gl.constexpr = "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;"
     return gl.inline_asm_elementwise(asm, "=&r,=r,r", [x], dtype=gl.float32, is_pure=True, pack=2)
+
+
+@jit
+def join_descriptors(a_d, b_d, c_d, d_d):
+    """Return the TMA descriptors of consecutive rows of a tile as a tuple: two, or four."""
+    if c_d is None:
+        return (a_d, b_d)
+    else:
+        return (a_d, b_d, c_d, d_d)
 
 
 def kernel(function: Any) -> Any:

@@ -2,9 +2,9 @@
 
 Where sequences and heads are few, `segments` cuts sequences into segments that are scanned at the same time.
 
-HBM bytes per token and value head at K = V = 128 in bf16, HV = H: gates 14, solve 368; scan: q, k, v, o 1024,
-A_inv 96, factors 16. Sum 1518; 32 more of chunks that are not well-conditioned, and 256 with l2norm. The
-tensors saved for a backward add 560 (A_inv has its zeros then), or 1040 where states are kept in fp32.
+HBM bytes per token and value head at K = V = 128 in bf16, HV = H: gates 14, solve 352; scan: q, k, v, o 1024,
+A_inv 80, factors 10. Sum 1480; 32 more of chunks that are not well-conditioned, and 256 with l2norm. The
+tensors saved for a backward add 576 (A_inv has its zeros then), or 1040 where states are kept in fp32.
 """
 
 import itertools
@@ -20,16 +20,16 @@ from gdn import settings
 from gdn.backends.backend import Saved, Shape
 from gdn.backends.hopper import cost
 from gdn.backends.hopper.descriptors import (
-    A_INV_HALF,
-    FACTOR_ROWS,
     TOKENS,
     align,
     align_placeholders,
-    halves_of,
+    describe_factors,
+    describe_inverse_rows,
+    inverse_tile,
     make_descriptor,
     state_layout,
 )
-from gdn.backends.hopper.factors import BOX_ROWS, MIN_G, NUM_ROWS, WITH_A_INV
+from gdn.backends.hopper.factors import MIN_G, NUM_ROWS, WITH_A_INV
 from gdn.backends.hopper.gates import gates_kernel
 from gdn.backends.hopper.scan.operands import BF16_TILE
 from gdn.backends.hopper.scans import STRIP, can_move_states, describe_states, moves_states, plan_scan
@@ -108,21 +108,13 @@ class Forward:
         # only a packed batch has tokens of no sequence, whose outputs `solve` zeroes
         tail = None if table is None else o
         q_d, k_d, v_d = (make_descriptor(x, (1, CHUNK, 1, STRIP), TOKENS) for x in (p.q, p.k, p.v))
-        tiles: tuple[Any, ...] = (
-            k_d,
-            v_d,
-            *(make_descriptor(half, (1, CHUNK // 2, CHUNK), A_INV_HALF) for half in halves_of(A_inv)),
-            make_descriptor(factors.view(-1, CHUNK), (BOX_ROWS.value, CHUNK), FACTOR_ROWS),
-        )
-        halves: tuple[Any, ...] = (
-            *tiles[2:4],
-            q_d if p.use_qk_l2norm_in_kernel else None,
-            k_d,
-        )
+        A_d = describe_inverse_rows(A_inv)
+        tiles: tuple[Any, ...] = (k_d, v_d, *A_d, describe_factors(factors))
+        solved: tuple[Any, ...] = (*A_d, q_d if p.use_qk_l2norm_in_kernel else None, k_d)
         gates = (p.g, p.beta, p.A_log, p.dt_bias, table, factors)
         if self.gates is not None:
             yield self.gates, (*gates, G)
-        yield self.solve, (*halves, *gates, q_rstd, k_rstd, tail, next_item)
+        yield self.solve, (*solved, *gates, q_rstd, k_rstd, tail, next_item)
         # o and S_in are stored by TMA, [C, 64] and [K, 64] elements at a time
         out: tuple[Any, ...] = (
             make_descriptor(o.view(-1, p.HV * p.V), (CHUNK, STRIP), BF16_TILE.value),
@@ -327,9 +319,9 @@ def _plan(
     scalars, tiles = rules.shape_scalars(p), (p.num_chunks, p.HV)
     G, _, _, _, q_rstd, k_rstd, _ = rules.saves(p)
     # A forward for a backward (states in q's dtype at K = 128) stores A_inv whole. Any other at K = 128 omits
-    # the zero upper right quarter, 32 HBM bytes a token and head, and has B for well-conditioned chunks.
+    # its six zero blocks of 16, 48 HBM bytes a token and head, and has B for well-conditioned chunks.
     is_spare = p.K == 2 * STRIP and kept is not p.q.dtype
-    tile = (3 * CHUNK // 2, CHUNK // 2) if is_spare else (CHUNK, CHUNK)
+    tile = inverse_tile(has_zeros=not is_spare)
     parts = (2,) if p.K == CHUNK else ()
     fast_path: bool | int = FAST_PATH and p.K == 2 * STRIP
     if fast_path and not is_spare:
@@ -382,7 +374,7 @@ def _plan_tiles(
         {"HAS_DECAYS": has_decays, **activation, **kind},
         1,
         options={"maxnreg": 168, **PDL},
-        num_descriptors=4,
+        num_descriptors=6,
         seconds=2.2,
     )
     return gates if has_decays else None, solve

@@ -69,7 +69,7 @@ def plan_scan(
         {**constants, "D": p.K},
         4,
         options={"maxnreg": REGISTERS[consumers], **PDL},
-        num_descriptors=9 if is_short else 8,
+        num_descriptors=11 if is_short else 10,
         seconds=2.0 * consumers,
     )
 

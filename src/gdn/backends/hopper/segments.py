@@ -13,7 +13,7 @@
 M, N and the states are fp32. At K = 128 a product of them is three MMAs of split bf16 (error 1e-5), at K = 64
 it is tf32x3. HBM bytes per segment and value head at K = V = 128: M and N written 128 Ki; N read 64 Ki, M
 read 64 Ki by each CTA of `propagate_states`; states written and read 128 Ki. Per token that
-`segment_transfer` scans: k, A_inv and factors 384, and v 256 for N.
+`segment_transfer` scans: k, A_inv and factors 346 of a well-conditioned chunk, and v 256 for N.
 """
 
 from collections.abc import Iterator
@@ -138,7 +138,7 @@ def plan_launches(
             {"V_FIRST": p.state_v_first, "FAST_PATH": fast_path, "D": p.K},
             4,
             options={"maxnreg": 168 if p.K == 128 else 128, **PDL},
-            num_descriptors=5,
+            num_descriptors=7,
             seconds=2.0,
         ),
         propagate=Launch(

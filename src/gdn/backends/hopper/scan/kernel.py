@@ -17,18 +17,19 @@ write past the end.
 
 from triton.experimental.gluon import language as gl
 
-from gdn.backends.hopper.factors import BOX_ROWS, NUM_ROWS, C
+from gdn.backends.hopper.factors import BOX_LINES, BOX_ROWS, LINE, NUM_ROWS, C
 from gdn.backends.hopper.gluon import (
     fence_async_shared,
     gdc_launch_dependents,
     gdc_wait,
     jit,
+    join_descriptors,
     kernel,
     mbarrier,
     recast,
 )
 from gdn.backends.hopper.scan.consumer import run_consumer
-from gdn.backends.hopper.scan.operands import BF16_TILE
+from gdn.backends.hopper.scan.operands import BF16_TILE, FP32_ROWS
 from gdn.backends.hopper.scan.producer import run_producer
 from gdn.backends.hopper.scan.scheduler import SLOTS, STRIP, Geometry, Queue
 from gdn.backends.hopper.scan.scores import compute_scores
@@ -39,7 +40,7 @@ from gdn.backends.hopper.scan.structs import Config, Inputs, Outputs, Pipeline, 
 def allocate_tiles(inputs, outputs, HAS_Q: gl.constexpr, STAGES: gl.constexpr, config):
     """Allocate the stages in shared memory: q over k, v, A_inv, factors, P; and the buffers of o and S.
 
-    A_inv and the factors have two views each: `A_halves` and `factor_boxes` are what one TMA load writes, `A`
+    A_inv and the factors have two views each: `A_rows` and `factor_boxes` are what one TMA load writes, `A`
     and `factors` are what a consumer warpgroup indexes: a matrix [C, C], a row [1, C].
     """
     CONSUMERS: gl.constexpr = config.CONSUMERS
@@ -48,11 +49,15 @@ def allocate_tiles(inputs, outputs, HAS_Q: gl.constexpr, STAGES: gl.constexpr, c
     qk_s = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 1, keys, 1, D], inputs.k.layout)
     v_s = gl.allocate_shared_memory(gl.bfloat16, [CONSUMERS * STAGES, 1, C, 1, STRIP], inputs.v.layout)
     count: gl.constexpr = 2 * STRIP // D * STAGES
-    halves = gl.allocate_shared_memory(gl.bfloat16, [2 * count, 1, C // 2, C], inputs.A_upper.layout)
-    A_s = recast(halves, gl.bfloat16, [count, C, C], BF16_TILE)
-    f_layout: gl.constexpr = inputs.factors.layout
-    boxes = gl.allocate_shared_memory(gl.float32, [STAGES * NUM_ROWS // BOX_ROWS, BOX_ROWS, C], f_layout)
-    f_s = recast(boxes, gl.float32, [STAGES * NUM_ROWS, 1, C], f_layout)
+    loads: gl.constexpr = len(inputs.A)
+    rows_s = gl.allocate_shared_memory(
+        gl.bfloat16, [loads * count, 1, C // loads, C], inputs.A[0].layout
+    )  # fmt: skip
+    A_s = recast(rows_s, gl.bfloat16, [count, C, C], BF16_TILE)
+    boxes = gl.allocate_shared_memory(
+        gl.float32, [STAGES * NUM_ROWS // BOX_ROWS, 1, BOX_LINES, LINE], inputs.factors.layout
+    )  # fmt: skip
+    f_s = recast(boxes, gl.float32, [STAGES * NUM_ROWS, 1, C], FP32_ROWS)
     P_s = None
     o_s = None
     S_s = None
@@ -66,13 +71,13 @@ def allocate_tiles(inputs, outputs, HAS_Q: gl.constexpr, STAGES: gl.constexpr, c
         if outputs.S is not None and outputs.S.dtype == gl.float32:
             S_s = gl.allocate_shared_memory(gl.float32, [CONSUMERS, D, STRIP], outputs.S.layout)
     return Tiles(
-        qk=qk_s, v=v_s, A_halves=halves, A=A_s, factor_boxes=boxes, factors=f_s, P=P_s, o=o_s, S=S_s
+        qk=qk_s, v=v_s, A_rows=rows_s, A=A_s, factor_boxes=boxes, factors=f_s, P=P_s, o=o_s, S=S_s
     )  # fmt: skip
 
 
 @kernel
 def persistent_scan_kernel(
-    q_d, k_d, v_d, upper_d, lower_d, f_d, o_d, S_d, initial_ptr, final_ptr, cu_seqlens_ptr, table_ptr,
+    q_d, k_d, v_d, A0_d, A1_d, A2_d, A3_d, f_d, o_d, S_d, initial_ptr, final_ptr, cu_seqlens_ptr, table_ptr,
     o_ptr, factors_ptr, index_ptr, out_index_ptr, has_initial_ptr, next_ptr,
     T, HV, ratio, chunks_per_row, bound, num_items,
     state_n, state_h, index_n, out_index_n, has_initial_n, slots, lowest,
@@ -93,7 +98,7 @@ def persistent_scan_kernel(
         CONSUMERS=CONSUMERS, D=D, V_FIRST=V_FIRST, FAST_PATH=FAST_PATH, IN_SEGMENTS=IN_SEGMENTS
     )  # fmt: skip
     inputs = Inputs(
-        q=q_d, k=k_d, v=v_d, A_upper=upper_d, A_lower=lower_d, factors=f_d,
+        q=q_d, k=k_d, v=v_d, A=join_descriptors(A0_d, A1_d, A2_d, A3_d), factors=f_d,
         factors_ptr=factors_ptr, initial_ptr=initial_ptr,
     )  # fmt: skip
     outputs = Outputs(o=o_d, S=S_d, o_ptr=o_ptr, final_ptr=final_ptr)
@@ -149,7 +154,7 @@ def persistent_scan_kernel(
 
 @kernel
 def segment_transfer_kernel(
-    k_d, v_d, upper_d, lower_d, f_d, factors_ptr, initial_ptr, final_ptr, items_ptr, T, HV, ratio,
+    k_d, v_d, A0_d, A1_d, A2_d, A3_d, f_d, factors_ptr, initial_ptr, final_ptr, items_ptr, T, HV, ratio,
     V_FIRST: gl.constexpr, FAST_PATH: gl.constexpr, D: gl.constexpr,
 ):  # fmt: skip
     """Scan segments without outputs: M and N of S_end = M S_start + N, see `segments`.
@@ -163,7 +168,7 @@ def segment_transfer_kernel(
     STAGES: gl.constexpr = 4
     config = Config(CONSUMERS=CONSUMERS, D=D, V_FIRST=V_FIRST, FAST_PATH=FAST_PATH, IN_SEGMENTS=True)
     inputs = Inputs(
-        q=None, k=k_d, v=v_d, A_upper=upper_d, A_lower=lower_d, factors=f_d,
+        q=None, k=k_d, v=v_d, A=join_descriptors(A0_d, A1_d, A2_d, A3_d), factors=f_d,
         factors_ptr=factors_ptr, initial_ptr=initial_ptr,
     )  # fmt: skip
     outputs = Outputs(o=None, S=None, o_ptr=None, final_ptr=final_ptr)

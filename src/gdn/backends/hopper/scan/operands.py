@@ -21,6 +21,8 @@ PER_COLUMN = gl.constexpr(gl.SliceLayout(0, ACC_TOKENS.value))
 PER_ROW = gl.constexpr(gl.SliceLayout(1, ACC_TOKENS.value))
 # a bf16 tile in shared memory, swizzled as TMA writes it and WGMMA reads it
 BF16_TILE = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2))
+# rows of fp32 factors in shared memory, as TMA writes them
+FP32_ROWS = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2))
 # registers of a warpgroup, tokens down as they lie in HBM: 16 bytes a lane
 TOKEN_ROWS = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
 

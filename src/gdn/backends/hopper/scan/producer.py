@@ -2,7 +2,7 @@
 
 from triton.experimental.gluon import language as gl
 
-from gdn.backends.hopper.factors import BOX_ROWS, NUM_ROWS, WELL_CONDITIONED, WITH_B, C
+from gdn.backends.hopper.factors import BOX_LINES, NUM_ROWS, WELL_CONDITIONED, WITH_B, C
 from gdn.backends.hopper.gluon import gdc_wait, jit, mbarrier, tma_load
 from gdn.backends.hopper.scan.scheduler import STRIP, split_work, stage_and_phase
 from gdn.backends.triton.chunks import SEQUENCE
@@ -75,7 +75,7 @@ def load_item(number, turn, num_chunks, scan):
 def load_chunk(i, corner, corner_of_v, tile, scan):
     """Wait until the stage of chunk i is empty, then issue the chunk's TMA loads; full[s] counts their bytes.
 
-    A well-conditioned chunk that has B needs only the first box of factors: the second is not loaded. Of the
+    A well-conditioned chunk that has B needs only the second box of factors: the first is not loaded. Of the
     scan's first chunk both are: its `WELL_CONDITIONED` in HBM may not be read before `solve` has completed.
     """
     inputs = scan.inputs
@@ -83,9 +83,10 @@ def load_chunk(i, corner, corner_of_v, tile, scan):
     CONSUMERS: gl.constexpr = scan.config.CONSUMERS
     D: gl.constexpr = scan.config.D
     PARTS: gl.constexpr = 2 * STRIP // D  # A_inv is split bf16 at 64 keys
+    LOADS: gl.constexpr = len(inputs.A)
     BYTES: gl.constexpr = (
         D // STRIP * ((0 if inputs.q is None else inputs.q.block_type.nbytes) + inputs.k.block_type.nbytes)
-        + CONSUMERS * inputs.v.block_type.nbytes + 2 * PARTS * inputs.A_upper.block_type.nbytes
+        + CONSUMERS * inputs.v.block_type.nbytes + LOADS * PARTS * inputs.A[0].block_type.nbytes
     )  # fmt: skip
     stage, phase = stage_and_phase(i, scan.pipeline.full)
     ready = scan.pipeline.full.index(stage)
@@ -111,14 +112,14 @@ def load_chunk(i, corner, corner_of_v, tile, scan):
         if i == 0:
             gdc_wait()
     boxes = tiles.factor_boxes
-    tma_load(inputs.factors, [tile * NUM_ROWS, 0], ready, boxes.index(2 * stage))
+    tma_load(inputs.factors, [tile, BOX_LINES, 0], ready, boxes.index(2 * stage + 1))
     if has_both:
-        tma_load(inputs.factors, [tile * NUM_ROWS + BOX_ROWS, 0], ready, boxes.index(2 * stage + 1))
-    # A_inv comes in two halves of 32 rows: where HBM lacks its zero upper right quarter, TMA fills that in
+        tma_load(inputs.factors, [tile, 0, 0], ready, boxes.index(2 * stage))
+    # A_inv comes in two halves, or in rows of blocks of 16: HBM then lacks its zero blocks, TMA fills them in
     for part in gl.static_range(PARTS):
-        place = 2 * (PARTS * stage + part)
-        tma_load(inputs.A_upper, [PARTS * tile + part, 0, 0], ready, tiles.A_halves.index(place))
-        tma_load(inputs.A_lower, [PARTS * tile + part, 0, 0], ready, tiles.A_halves.index(place + 1))
+        for n in gl.static_range(LOADS):
+            place = tiles.A_rows.index(LOADS * (PARTS * stage + part) + n)
+            tma_load(inputs.A[n], [PARTS * tile + part, 0, 0], ready, place)
 
 
 @jit

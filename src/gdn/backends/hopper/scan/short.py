@@ -22,6 +22,7 @@ from gdn.backends.hopper.gluon import (
     gdc_launch_dependents,
     gdc_wait,
     jit,
+    join_descriptors,
     kernel,
     mbarrier,
     tma_store_wait,
@@ -198,7 +199,7 @@ def compute_scores(scan, queue):
 
 @kernel
 def short_scan_kernel(
-    q_d, k_d, v_d, upper_d, lower_d, f_d, o_d, initial_d, final_d, cu_seqlens_ptr, table_ptr,
+    q_d, k_d, v_d, A0_d, A1_d, A2_d, A3_d, f_d, o_d, initial_d, final_d, cu_seqlens_ptr, table_ptr,
     o_ptr, factors_ptr, index_ptr, out_index_ptr, has_initial_ptr, next_ptr,
     T, HV, ratio, chunks_per_row, bound, num_items,
     state_n, state_h, index_n, out_index_n, has_initial_n, slots, lowest,
@@ -217,7 +218,7 @@ def short_scan_kernel(
     STAGES: gl.constexpr = 2 if CONSUMERS == 2 else 3
     config = Config(CONSUMERS=CONSUMERS, D=D, V_FIRST=V_FIRST, FAST_PATH=FAST_PATH, IN_SEGMENTS=False)
     inputs = Inputs(
-        q=q_d, k=k_d, v=v_d, A_upper=upper_d, A_lower=lower_d, factors=f_d,
+        q=q_d, k=k_d, v=v_d, A=join_descriptors(A0_d, A1_d, A2_d, A3_d), factors=f_d,
         factors_ptr=factors_ptr, initial_ptr=None,
     )  # fmt: skip
     outputs = Outputs(o=o_d, S=None, o_ptr=o_ptr, final_ptr=None)

@@ -31,9 +31,8 @@ class Inputs:
     q: Any  # descriptor [1, C, 1, 64], or None: no outputs
     k: Any
     v: Any
-    A_upper: Any  # descriptor [1, C / 2, C] of the upper half of A_inv
-    A_lower: Any
-    factors: Any  # descriptor [BOX_ROWS, C]
+    A: Any  # descriptors [1, rows, C] of A_inv, from the upper rows down: two of 32 rows, or four of 16
+    factors: Any  # descriptor [1, BOX_LINES, LINE]
     factors_ptr: Any
     initial_ptr: Any  # states, or None
 
@@ -80,7 +79,7 @@ class Tiles:
 
     qk: Any  # q over k
     v: Any  # [C, 64] of each consumer
-    A_halves: Any  # what one TMA load of A_inv writes
+    A_rows: Any  # what one TMA load of A_inv writes
     A: Any  # the same memory as [C, C]
     factor_boxes: Any  # what one TMA load of factors writes
     factors: Any  # the same memory, row by row

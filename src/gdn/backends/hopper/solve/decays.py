@@ -23,7 +23,7 @@ from gdn.backends.hopper.solve.inverse import ACC_BLOCK, BLOCK
 from gdn.backends.triton.lib import activate_beta
 from gdn.backends.triton.rule.prepare import log_decay
 
-# the row factor of -A: a row of shared memory alone, after those of the second box
+# the row factor of -A: a row of shared memory alone
 A_FACTOR = NUM_ROWS
 # one warp holds a row of 64 factors in registers, two neighbours a lane
 TOKEN_PAIRS = gl.constexpr(gl.BlockedLayout([2], [32], [1], [0]))
@@ -33,7 +33,7 @@ TOKEN_PAIRS = gl.constexpr(gl.BlockedLayout([2], [32], [1], [0]))
 class SharedFactors:
     """Hold rows of factors in shared memory, plain [1, C] of fp32."""
 
-    box: Any  # the second box: BETA, LOG2_K, LOG2_Q, UPDATE_DECAY
+    box: Any  # the first box: UPDATE_DECAY, BETA, LOG2_K, LOG2_Q
     a_factor: Any
 
     @jit
@@ -42,7 +42,7 @@ class SharedFactors:
         if FACTOR == A_FACTOR:
             return self.a_factor.index(0)
         else:
-            return self.box.index(FACTOR - BOX_ROWS)
+            return self.box.index(FACTOR)
 
     @jit
     def vector_view(self, FACTOR: gl.constexpr):
@@ -102,7 +102,7 @@ def compute_betas(beta, length, IS_GIVEN: gl.constexpr, SIGMOID: gl.constexpr, N
 
 @jit
 def store_factors(factors_ptr, factors, decay, beta, q_scale, k_rstd):
-    """Store the first box, without WELL_CONDITIONED, to HBM and the second to shared memory.
+    """Store the second box, without WELL_CONDITIONED, to HBM and the first to shared memory.
 
     q_scale is scale q_rstd. A_FACTOR is the row factor of -A_ij: it is multiplied with <k_i, k_j> and
     2^(LOG2_K_i - LOG2_K_j), or with <k_i, k_j> and UPDATE_DECAY_j if the chunk's decay fits fp32 and there
@@ -114,7 +114,7 @@ def store_factors(factors_ptr, factors, decay, beta, q_scale, k_rstd):
     has_fp32_decay = end >= MIN_LOG2_DECAY
     exp_G = gl.exp2(decay)
     out = gl.exp2(end - decay)
-    # the second box stays in shared memory: `solve` reads it for A, and stores it only if the scan needs it
+    # the first box stays in shared memory: `solve` reads it for A, and stores it only if the scan needs it
     gl.store(factors_ptr + Q_DECAY * C + token, exp_G * q_scale)
     gl.store(factors_ptr + CHUNK_DECAY * C, gl.exp2(end))
     factors.vector_view(BETA).store(beta)
@@ -135,8 +135,8 @@ def store_factors(factors_ptr, factors, decay, beta, q_scale, k_rstd):
 
 
 @jit
-def store_second_box(factors_ptr, factors):
-    """Copy the second box from shared memory to HBM, for a chunk that is not well-conditioned."""
+def store_first_box(factors_ptr, factors):
+    """Copy the first box from shared memory to HBM, for a chunk that is not well-conditioned."""
     token = gl.arange(0, C, TOKEN_PAIRS)
-    for row in gl.static_range(BOX_ROWS, NUM_ROWS):
+    for row in gl.static_range(BOX_ROWS):
         gl.store(factors_ptr + row * C + token, factors.vector_view(row).load(TOKEN_PAIRS))

@@ -12,7 +12,7 @@ raw q and k are multiplied, and the diagonals of q q^T and k k^T hold the square
 of A_inv - 1 holds what rounding took from the row's sum: see `triton.rule.prepare`.
 
 HBM bytes per token and value head at K = V = 128 in bf16, HV = H: k 256, gates 6 (or 8 as `gates` stores
-them), A_inv 96, factors 8 of a well-conditioned chunk, else 24: 368 or 384; l2norm adds 256, a backward 40.
+them), A_inv 80, factors 8 of a well-conditioned chunk, else 24: 352 or 368; l2norm adds 256, a backward 40.
 """
 
 # `tile` is a tensor, not an int
@@ -25,6 +25,7 @@ from gdn.backends.hopper.gluon import (
     fence_async_shared,
     gdc_launch_dependents,
     gdc_wait,
+    join_descriptors,
     kernel,
     mbarrier,
     recast,
@@ -40,7 +41,7 @@ from gdn.backends.hopper.solve.decays import (
     compute_decays,
     load_gate,
     store_factors,
-    store_second_box,
+    store_first_box,
 )
 from gdn.backends.hopper.solve.gram import add_gram_blocks, store_rstd, zero_blocks
 from gdn.backends.hopper.solve.inverse import BLOCKS, invert
@@ -54,7 +55,7 @@ UNSWIZZLED = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
 
 @kernel
 def solve_kernel(
-    upper_d, lower_d, q_d, k_d, g_ptr, beta_ptr, A_log_ptr, dt_bias_ptr, table_ptr, factors_ptr,
+    A0_d, A1_d, A2_d, A3_d, q_d, k_d, g_ptr, beta_ptr, A_log_ptr, dt_bias_ptr, table_ptr, factors_ptr,
     q_rstd_ptr, k_rstd_ptr, o_ptr, next_ptr,
     g_b, g_t, g_h, beta_b, beta_t, beta_h, T, HV, ratio, chunks_per_row, scale, count,
     HAS_DECAYS: gl.constexpr, SIGMOID: gl.constexpr, NEGATIVE: gl.constexpr, RESET: gl.constexpr,
@@ -63,7 +64,7 @@ def solve_kernel(
     # One CTA: tiles (chunk, value head) b, b + grid, ...: A_inv (or B) and the factors of each.
     # Grid: min(tiles, 12 CTAs an SM), 8 at K = 64, persistent.  Warps: 1, which produces and consumes.
     # Shared memory: 8 KiB for the first 64 keys; 8 KiB for the second, later A_inv (16 KiB at K = 64, where
-    # A_inv is split bf16); the second box of factors; the row factor of A.
+    # A_inv is split bf16); the first box of factors; the row factor of A.
     # mbarriers: ready[0], ready[1], 1 arrival each and TMA bytes, for the halves of k (l2norm: q, then k).
     # A tile: k k^T by `mma` from shared memory to registers; A from it and the factors; A_inv in registers;
     # A_inv to shared memory, and to HBM by TMA stores.
@@ -72,8 +73,10 @@ def solve_kernel(
     PARTS: gl.constexpr = 2 * C // D
     HALVES: gl.constexpr = D // C
     one_s = gl.allocate_shared_memory(gl.bfloat16, [1, C, 1, C], k_d.layout)
-    A_s = gl.allocate_shared_memory(gl.bfloat16, [2 * PARTS, 1, C // 2, C], upper_d.layout)
-    box_s = gl.allocate_shared_memory(gl.float32, [NUM_ROWS - BOX_ROWS, 1, C], UNSWIZZLED)
+    A_d = join_descriptors(A0_d, A1_d, A2_d, A3_d)
+    STORES: gl.constexpr = len(A_d)
+    A_s = gl.allocate_shared_memory(gl.bfloat16, [STORES * PARTS, 1, C // STORES, C], A0_d.layout)
+    box_s = gl.allocate_shared_memory(gl.float32, [BOX_ROWS, 1, C], UNSWIZZLED)
     two_s = recast(A_s, gl.bfloat16, [PARTS, 1, C, 1, C], k_d.layout).index(0)
     x_one = recast(one_s, gl.bfloat16, [C, C], SWIZZLED)
     tiles = recast(A_s, gl.bfloat16, [PARTS * C, C], SWIZZLED)
@@ -185,13 +188,14 @@ def solve_kernel(
         if FAST_PATH == WITH_B and is_well_conditioned:
             store_B(tiles, X, shared)
         else:
-            store_second_box(factors, shared)
+            store_first_box(factors, shared)
             store_A_inv(tiles, X, PARTS)
-        store_zeros(tiles, PARTS, FAST_PATH == WITH_B)
+        if FAST_PATH != WITH_B:
+            store_zeros(tiles, PARTS)
         # make the writes of A_inv to shared memory visible to TMA
         fence_async_shared()
         for part in gl.static_range(PARTS):
-            tma_store(upper_d, [PARTS * tile + part, 0, 0], A_s.index(2 * part))
-            tma_store(lower_d, [PARTS * tile + part, 0, 0], A_s.index(2 * part + 1))
+            for n in gl.static_range(STORES):
+                tma_store(A_d[n], [PARTS * tile + part, 0, 0], A_s.index(STORES * part + n))
         phase ^= 1
     tma_store_wait(0)

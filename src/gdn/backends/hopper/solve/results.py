@@ -84,9 +84,9 @@ def store_A_inv(tiles, X, PARTS: gl.constexpr):
 
 
 @jit
-def store_zeros(tiles, PARTS: gl.constexpr, IS_PACKED: gl.constexpr):
-    """Store the zeros that the TMA stores read; IS_PACKED: HBM has no place for the upper right quarter."""
+def store_zeros(tiles, PARTS: gl.constexpr):
+    """Store the zero blocks that the TMA stores read, to shared memory; with B, HBM has no place for them."""
     for a in gl.static_range(BLOCKS):
-        for n in gl.static_range(a + 1, a // 2 * 2 + 2 if IS_PACKED else BLOCKS):
+        for n in gl.static_range(a + 1, BLOCKS):
             for part in gl.static_range(PARTS):
                 block_view(tiles, part * BLOCKS + a, n).store(zero_block().to(gl.bfloat16))
