@@ -216,7 +216,7 @@ def short_scan_kernel(
     # One CTA: work item after work item, all value rows of S^T through all chunks, and their outputs o.
     # Grid: min(work items, SMs), persistent, 1 CTA an SM.
     # Warps: 4 for each 64 value rows, 4 for scores, 1 producer, 1 scheduler.
-    # Shared memory: STAGES stages of q, k, v, A_inv, factors and P; o of each consumer; one state; 4
+    # Shared memory: STAGES stages of q, k, v, A_inv, factors and P; o of each consumer; BUFFERS states; 4
     # items. The producer fills a stage by TMA. The scheduler publishes items, fills a buffer with an initial
     # state by TMA, and stores the final state from it by TMA. The score warpgroup reads q, k and factors, and
     # writes P. A consumer reads all of the stage, stores o by TMA, and swaps states. With index_ptr states
@@ -244,7 +244,7 @@ def short_scan_kernel(
     )  # fmt: skip
     tiles = allocate_tiles(inputs, outputs, True, STAGES, config)
     state_d = final_d if initial_d is None else initial_d
-    BUFFERS: gl.constexpr = 1
+    BUFFERS: gl.constexpr = 1 if CONSUMERS == 2 and state_d.dtype == gl.float32 else 2
     HALVES: gl.constexpr = BUFFERS * CONSUMERS
     shape: gl.constexpr = [HALVES, 1, 1, STRIP, D] if V_FIRST else [HALVES, 1, 1, D, STRIP]
     state_s = gl.allocate_shared_memory(state_d.dtype, shape, state_d.layout)
