@@ -2,14 +2,15 @@
 
 A consumer of `persistent_scan_kernel` waits between two work items: it looks up the next one in L2, loads its
 initial state from HBM behind the stores of the final one, and idles meanwhile. With one to eight chunks an
-item, that is most of an item's time. Here the producer warp does all of it ahead of time, through shared
-memory that holds one state:
+item, that is most of an item's time. Here two warps do all of it ahead of time, through shared memory that
+holds one or two states:
 
-    producer        takes and locates item t + 1, publishes it; stores the final state of item t - 1 by TMA,
-                    and loads the initial state of item t + 1
+    scheduler warp  takes and locates item t + 2, publishes it; stores the final state of item t - 1 by TMA,
+                    and loads the initial state of item t + 1 or t + 2
+    producer warp   loads the chunks of published items
     consumers       before item t + 1: read its initial state, and write the final state of item t there
 
-Each consumer reads and writes its own 64 value rows, and each lane its own elements. The state takes the
+Each consumer reads and writes its own 64 value rows, and each lane its own elements. The states take the
 shared memory of the third pipeline stage. The arithmetic is that of `persistent_scan_kernel`, and so are the
 bits.
 """
@@ -104,55 +105,63 @@ def locate_work(number, scan):
 
 
 @jit
-def load_item_chunks(begin, end, first, turn, scan, queue):
-    """Load the CTA's chunks from begin to end into the pipeline stages; `first` is the item's first one."""
-    geometry = scan.geometry
-    row = queue.field(turn, ROW, ONE_WARP)
-    head = queue.field(turn, HEAD, ONE_WARP)
-    token = queue.field(turn, TOKEN, ONE_WARP) + (begin - first) * C
-    tile = (queue.field(turn, CHUNK, ONE_WARP) + (begin - first)) * geometry.HV + head
-    for i in range(begin, end):
-        load_chunk(i, (row, token, head // geometry.ratio), (row, token, head, 0), tile, scan)
-        token += C
-        tile += geometry.HV
-
-
-@jit
-def run_producer(scan, queue, states):
-    """Run the producer warp: take work items, load their chunks and initial states, store final states.
+def run_producer(scan, queue):
+    """Run the producer warp: load the chunks of published work items into the pipeline stages.
 
     `turn` counts the CTA's work items, `num_chunks` its chunks over all of them.
     """
-    config = scan.config
-    STAGES: gl.constexpr = scan.pipeline.full.shape[0]
+    geometry = scan.geometry
     num_chunks = 0
     turn = 0
-    queue.publish(locate_work(gl.program_id(0), scan), turn)
-    # initial states are the caller's, and load while `solve` drains
-    states.load_initial(turn, queue, config)
-    length = queue.field(turn, LENGTH, ONE_WARP)
+    length = queue.wait_length(turn, ONE_WARP)
     while length >= 0:
+        row = queue.field(turn, ROW, ONE_WARP)
+        head = queue.field(turn, HEAD, ONE_WARP)
+        token = queue.field(turn, TOKEN, ONE_WARP)
+        tile = queue.field(turn, CHUNK, ONE_WARP) * geometry.HV + head
+        fence_async_shared()
+        queue.release(turn)
         end = num_chunks + gl.cdiv(length, C)
-        # Each step waits for something that consumers do, in their order: they finish the item before, which
-        # empties these stages, and then swap states.
-        middle = gl.minimum(num_chunks + STAGES, end)
-        load_item_chunks(num_chunks, middle, num_chunks, turn, scan, queue)
-        # Wait even if no chunk was loaded: `solve` zeroes the counter in HBM, and the next kernel relies
-        # on this kernel to complete only after everything before it has completed.
-        gdc_wait()
-        # item b was CTA b's first; the tile scheduler is this counter in L2
-        number = gl.num_programs(0) + gl.atomic_add(queue.next_ptr, 1, sem="relaxed")
-        queue.publish(locate_work(number, scan), turn + 1)
-        states.wait_empty(turn)
-        if turn > 0:
-            states.store_final(turn - 1, queue, config)
-        states.load_initial(turn + 1, queue, config)
-        load_item_chunks(middle, end, num_chunks, turn, scan, queue)
+        for i in range(num_chunks, end):
+            load_chunk(i, (row, token, head // geometry.ratio), (row, token, head, 0), tile, scan)
+            token += C
+            tile += geometry.HV
         num_chunks = end
         turn += 1
-        length = queue.field(turn, LENGTH, ONE_WARP)
-    states.wait_empty(turn)
-    states.store_final(turn - 1, queue, config)
+        length = queue.wait_length(turn, ONE_WARP)
+
+
+@jit
+def run_scheduler(scan, queue, states):
+    """Run the scheduler warp: take, locate and publish work items, load initial states, store final ones.
+
+    An item is published while the consumers have two more: the latencies of the counter and of the look-ups
+    in L2 pass while states move, and no chunk waits for them.
+    """
+    config = scan.config
+    num_ctas = gl.num_programs(0)
+    # The first two items of a CTA need no counter. The second ones in reverse, since the table begins with
+    # the longest sequence: its CTA gets the shortest of them.
+    queue.publish(locate_work(gl.program_id(0), scan), 0)
+    # initial states are the caller's, and load while `solve` drains
+    states.load_initial(0, queue, config)
+    queue.publish(locate_work(2 * num_ctas - 1 - gl.program_id(0), scan), 1)
+    BUFFERS: gl.constexpr = states.full.shape[0] // config.CONSUMERS
+    if BUFFERS == 2:
+        states.load_initial(1, queue, config)
+    # Wait even if there is no chunk: `solve` zeroes the counter in HBM, and the next kernel relies on this
+    # kernel to complete only after everything before it has completed.
+    gdc_wait()
+    turn = 0
+    while queue.field(turn, LENGTH, ONE_WARP) >= 0:
+        # the tile scheduler is this counter in L2
+        number = 2 * num_ctas + gl.atomic_add(queue.next_ptr, 1, sem="relaxed")
+        queue.publish(locate_work(number, scan), turn + 2)
+        states.move(turn, queue, config)
+        turn += 1
+    states.store_final(turn, queue, config)
+    # shared memory must outlive the last TMA store that reads it
+    tma_store_wait(0)
 
 
 @jit
@@ -162,7 +171,7 @@ def run_consumer(WG: gl.constexpr, scan, queue, states):
     S = gl.zeros((STRIP, scan.config.D), gl.float32, layout)
     i = 0
     turn = 0
-    length = queue.wait_length(turn)
+    length = queue.wait_length(turn, ONE_WARPGROUP)
     while length >= 0:
         row = queue.field(turn, ROW, ONE_WARPGROUP)
         token = row * scan.geometry.T + queue.field(turn, TOKEN, ONE_WARPGROUP)
@@ -173,9 +182,9 @@ def run_consumer(WG: gl.constexpr, scan, queue, states):
         position = Position(token=token - i * C, tile=0, head=head, first_v=WG * STRIP)
         S, i = scan_chunks(S, i, i + gl.cdiv(length, C), i * C + length, position, WG, scan)
         turn += 1
-        length = queue.wait_length(turn)
-    states.wait_full(turn)
-    states.put_final(S, WG, scan.config)
+        length = queue.wait_length(turn, ONE_WARPGROUP)
+    states.wait_full(turn, WG, scan.config)
+    states.put_final(S, turn, WG, scan.config)
     # shared memory must outlive the last TMA store that reads it
     tma_store_wait(0)
 
@@ -185,7 +194,7 @@ def compute_scores(scan, queue):
     """Run the score warpgroup: compute P of all chunks of all work items, for every consumer warpgroup."""
     num_chunks = 0
     turn = 0
-    length = queue.wait_length(turn)
+    length = queue.wait_length(turn, ONE_WARPGROUP)
     while length >= 0:
         fence_async_shared()
         queue.release(turn)
@@ -194,7 +203,7 @@ def compute_scores(scan, queue):
             compute_chunk_scores(i, length - (i - num_chunks) * C, scan)
         num_chunks = end
         turn += 1
-        length = queue.wait_length(turn)
+        length = queue.wait_length(turn, ONE_WARPGROUP)
 
 
 @kernel
@@ -207,14 +216,15 @@ def short_scan_kernel(
 ):  # fmt: skip
     # One CTA: work item after work item, all value rows of S^T through all chunks, and their outputs o.
     # Grid: min(work items, SMs), persistent, 1 CTA an SM.
-    # Warps: 4 for each 64 value rows, 4 for scores, 1 producer.
-    # Shared memory: STAGES stages of q, k, v, A_inv, factors and P; o of each consumer; one state; 4 items.
-    # The producer fills a stage and the state by TMA, and stores final states by TMA. The score warpgroup
-    # reads q, k and factors, and writes P. A consumer reads all of the stage, stores o by TMA, and swaps
-    # states. With index_ptr states are slots of a pool, which the descriptors cover.
+    # Warps: 4 for each 64 value rows, 4 for scores, 1 producer, 1 scheduler.
+    # Shared memory: STAGES stages of q, k, v, A_inv, factors and P; o of each consumer; BUFFERS states; 4
+    # items. The producer fills a stage by TMA. The scheduler publishes items, fills a buffer with an initial
+    # state by TMA, and stores the final state from it by TMA. The score warpgroup reads q, k and factors, and
+    # writes P. A consumer reads all of the stage, stores o by TMA, and swaps states. With index_ptr states
+    # are slots of a pool, which the descriptors cover.
     # mbarriers: full[s], P_full[s] and empty[s] of `persistent_scan_kernel`; those of WorkQueue and States.
     CONSUMERS: gl.constexpr = D // STRIP
-    # at K = V = 128 the state takes the shared memory of the third stage
+    # at K = V = 128 states take the shared memory of the third stage: one in fp32, or two in bf16
     STAGES: gl.constexpr = 2 if CONSUMERS == 2 else 3
     config = Config(CONSUMERS=CONSUMERS, D=D, V_FIRST=V_FIRST, FAST_PATH=FAST_PATH, IN_SEGMENTS=False)
     inputs = Inputs(
@@ -235,7 +245,9 @@ def short_scan_kernel(
     )  # fmt: skip
     tiles = allocate_tiles(inputs, outputs, True, STAGES, config)
     state_d = final_d if initial_d is None else initial_d
-    shape: gl.constexpr = [CONSUMERS, 1, 1, STRIP, D] if V_FIRST else [CONSUMERS, 1, 1, D, STRIP]
+    BUFFERS: gl.constexpr = 1 if CONSUMERS == 2 and state_d.dtype == gl.float32 else 2
+    HALVES: gl.constexpr = BUFFERS * CONSUMERS
+    shape: gl.constexpr = [HALVES, 1, 1, STRIP, D] if V_FIRST else [HALVES, 1, 1, D, STRIP]
     state_s = gl.allocate_shared_memory(state_d.dtype, shape, state_d.layout)
     items = gl.allocate_shared_memory(gl.int32, [SLOTS, FIELDS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     barrier: gl.constexpr = mbarrier.MBarrierLayout()
@@ -244,17 +256,18 @@ def short_scan_kernel(
     P_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
     item_full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], barrier)
     item_empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], barrier)
-    state_full = gl.allocate_shared_memory(gl.int64, [1, 1], barrier)
-    state_empty = gl.allocate_shared_memory(gl.int64, [1, 1], barrier)
+    state_full = gl.allocate_shared_memory(gl.int64, [HALVES, 1], barrier)
+    state_empty = gl.allocate_shared_memory(gl.int64, [HALVES, 1], barrier)
     for i in gl.static_range(SLOTS):
         mbarrier.init(item_full.index(i), count=1)
-        mbarrier.init(item_empty.index(i), count=1 + CONSUMERS)
+        mbarrier.init(item_empty.index(i), count=2 + CONSUMERS)
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=1 + CONSUMERS)
         mbarrier.init(P_full.index(i), count=1)
-    mbarrier.init(state_full.index(0), count=1)
-    mbarrier.init(state_empty.index(0), count=CONSUMERS)
+    for i in gl.static_range(HALVES):
+        mbarrier.init(state_full.index(i), count=1)
+        mbarrier.init(state_empty.index(i), count=1)
     # mbarriers are initialised in the generic proxy; TMA arrives on them in the async proxy
     fence_async_shared()
     # PDL: the next kernel may be scheduled at once; it waits for this one before it touches memory
@@ -265,14 +278,15 @@ def short_scan_kernel(
     )  # fmt: skip
     queue = WorkQueue(items=items, full=item_full, empty=item_empty, next_ptr=next_ptr)
     states = States(initial=initial_d, final=final_d, tiles=state_s, full=state_full, empty=state_empty)
-    # registers as in `persistent_scan_kernel`
+    # registers as in `persistent_scan_kernel`; producer and scheduler are warps of one warpgroup
     if CONSUMERS == 1:
         gl.warp_specialize([
             (run_consumer, (0, scan, queue, states)), (compute_scores, (scan, queue)),
-            (run_producer, (scan, queue, states)),
-        ], [4, 1], [88, 24])  # fmt: skip
+            (run_producer, (scan, queue)), (run_scheduler, (scan, queue, states)),
+        ], [4, 1, 1], [88, 24, 24])  # fmt: skip
     else:
         gl.warp_specialize([
             (run_consumer, (0, scan, queue, states)), (run_consumer, (1, scan, queue, states)),
-            (compute_scores, (scan, queue)), (run_producer, (scan, queue, states)),
-        ], [4, 4, 1], [200, 88, 24])  # fmt: skip
+            (compute_scores, (scan, queue)), (run_producer, (scan, queue)),
+            (run_scheduler, (scan, queue, states)),
+        ], [4, 4, 1, 1], [200, 88, 24, 24])  # fmt: skip
