@@ -20,6 +20,7 @@ from gdn.integrations import transformers_generate as generating
 from gdn.integrations import transformers_graphs as graphing
 from gdn.integrations import transformers_norm as norms
 from gdn.integrations import transformers_packing as packing
+from gdn.integrations import transformers_prompts as prompts
 from gdn.integrations import transformers_rms_norm as rms_norms
 from gdn.integrations import transformers_step as steps
 
@@ -249,7 +250,7 @@ def _serve_class(cls: type) -> None:
 
 
 def _shorten_generate(cls: type) -> None:
-    """Give a class that generates a method for its masks, unless it has one; defer the check for an end."""
+    """Give a class that generates a method for its masks, unless it has one; wrap the loop over the steps."""
     # not when the patch begins: the class's file has imported the functions of `generate`
     if not hasattr(cls, generating.NAME) and (method := generating.masks_method(_active)) is not None:
         _replace(cls, generating.NAME, method)
@@ -258,6 +259,10 @@ def _shorten_generate(cls: type) -> None:
         _replace(check, "is_supported", generating.is_supported(check.is_supported, _active))
         mixin = generating.sampling_class()
         _replace(mixin, "_sample", generating.with_steps_noted(mixin._sample))
+    mixin = generating.sampling_class()
+    if hasattr(mixin, "_prefill") and not _is_ours(mixin, "_prefill"):
+        _replace(mixin, "_prefill", prompts.with_prompts(mixin._prefill))
+        _replace(mixin, "_sample", prompts.with_own_call(mixin._sample))
 
 
 def _has_layers(model: nn.Module) -> bool:
