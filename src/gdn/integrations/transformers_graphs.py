@@ -7,8 +7,8 @@ are those of eager steps, so the bits are theirs.
 
 A graph has the addresses of a cache, and `generate` makes a cache for each call. So a recording keeps the
 tensors of its cache. When that cache is gone, the next one of the same sizes copies its contents into them
-and has them from then on: its first decode step is a replay. `transformers_prompts` records prompts that write
-these tensors.
+and has them from then on: its first decode step is a replay. `transformers_prompts` records prompts that
+write these tensors.
 """
 
 import warnings
@@ -301,7 +301,7 @@ def run_for_graph(model: Any, given: dict[str, Any], name: str, cache: Any) -> A
 
 
 def asks_for_logits(model: Any, inputs: dict[str, Any], *, is_prompt: bool = False) -> bool:
-    """Return True for tokens without gradients of which nothing but logits is wanted; a step has one a row."""
+    """Return True for tokens without gradients of which only logits are wanted; a step has one per row."""
     ids, config = inputs.get("input_ids"), model.config
     if ids is None or ids.dim() != 2 or torch.is_grad_enabled() or model.training:
         return False

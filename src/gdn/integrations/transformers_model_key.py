@@ -62,7 +62,7 @@ class Snapshot:
         own = [m.__dict__ for m in modules]
         self.getters = [itemgetter("training", "_modules", *(x.keys() - COMMON)) for x in own]
         self.sizes, self.kinds = list(map(len, own)), list(map(type, modules))
-        self.forwards = {kind: kind.forward for kind in set(self.kinds)}
+        self.forwards = {kind: _forward_of(kind) for kind in set(self.kinds)}
         self.attention = _attention_of(model)
         attributes = self._attributes(own)
         self.identities, self.types = list(map(id, attributes)), list(map(type, attributes))
@@ -75,7 +75,11 @@ class Snapshot:
     def is_of(self, model: Any) -> bool:
         """Return True if the model has no hooks and all is as in the snapshot."""
         modules = [module() for module in self.modules]
-        if modules[0] is not model or list(map(type, modules)) != self.kinds or _attention_of(model) != self.attention:
+        if (
+            modules[0] is not model
+            or list(map(type, modules)) != self.kinds
+            or _attention_of(model) != self.attention
+        ):
             return False
         own = [m.__dict__ for m in modules]
         if any(map(itemgetter("_forward_hooks"), own)) or any(map(itemgetter("_forward_pre_hooks"), own)):
@@ -89,7 +93,7 @@ class Snapshot:
             return False
         if list(map(id, attributes)) != self.identities or list(map(type, attributes)) != self.types:
             return False
-        is_same = all(kind.forward is forward for kind, forward in self.forwards.items())
+        is_same = all(_forward_of(kind) is forward for kind, forward in self.forwards.items())
         return is_same and self._contents(own) == self.contents
 
     def _attributes(self, own: list[dict[str, Any]]) -> list[Any]:
@@ -124,6 +128,10 @@ def values_of(model: Any, modules: list[nn.Module]) -> tuple[Hashable, ...]:
             x = own[name]
             values += (name, x if isinstance(x, VALUES) else _plain(x))
     return tuple(values)
+
+
+def _forward_of(kind: Any) -> Any:
+    return kind.forward
 
 
 def _attention_of(model: Any) -> Any:

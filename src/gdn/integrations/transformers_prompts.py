@@ -18,7 +18,7 @@ import copy
 import functools
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -234,15 +234,13 @@ def is_graphable(model: Any, inputs: dict[str, Any], cache: Any) -> bool:
 
 
 def find_target(call: GraphedCall, kind: PromptKind, key: tuple[Hashable, ...]) -> Recording | None:
-    """Return a recorded step that can follow prompts of a kind, whose cache is gone; one with the prompt first."""
-    idle = [
-        recording
-        for (call_key, state_key), group in call.recordings.items()  # type: ignore[misc]
+    """Return a recorded step, whose cache is gone, that can follow a prompt: one with this prompt first."""
+    idle: list[Recording] = []
+    for step_key, group in call.recordings.items():
+        call_key, state_key = cast(tuple[tuple[Hashable, ...], Hashable], step_key)
         # the same modes and model
-        if call_key[1:] == key[1:3] and state_key == kind.state_key
-        for recording in group
-        if recording.is_idle
-    ]
+        if call_key[1:] == key[1:3] and state_key == kind.state_key:
+            idle += [x for x in group if x.is_idle]
     return next((x for x in idle if key in x.prompts), idle[0] if idle else None)
 
 
