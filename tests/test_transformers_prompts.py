@@ -93,11 +93,15 @@ def test_other_shapes_have_graphs_of_their_own(monkeypatch, recorder, model):
         assert recorder.num_graphs == 1 + 4
 
 
-def test_a_cache_that_its_caller_keeps_is_not_written(recorder, model):
+@pytest.mark.parametrize("new", [1, NEW])
+def test_a_cache_that_its_caller_keeps_is_not_written(recorder, model, new):
+    """Neither one that has a prompt alone, nor one of decode steps."""
+    more = {"max_new_tokens": new, "min_new_tokens": new, "return_dict_in_generate": True}
     with gdn.patch_transformers(graphs=True):
         generate(model, 4)
-        kept = model.generate(families.tokens(2, 12), **options(return_dict_in_generate=True))
+        kept = model.generate(families.tokens(2, 12, seed=9), **options(**more))
         cache = kept[families.CACHE]
+        assert any(x.owner() is cache for x in recordings(model))
         contents = [x.clone() for x in graphing.CacheState(cache).tensors()]
         generate(model, 2)
         after = graphing.CacheState(cache).tensors()

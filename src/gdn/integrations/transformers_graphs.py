@@ -192,6 +192,7 @@ class GraphedCall:
         self.eager_steps: dict[Hashable, int | None] = {}
         self.pool: Any = None
         self.prompt_kinds: dict[Hashable, Any] = {}
+        self.is_new = True  # no prompt has run
         # graphs share a pool: a replay of another thread would write where this one's logits are
         self.lock = RLock()
 

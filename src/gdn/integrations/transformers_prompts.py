@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from gdn.integrations import transformers_graphs as graphing
+from gdn.integrations.transformers_compile import compile_together
 from gdn.integrations.transformers_graphs import CacheState, GraphedCall, Recording
 from gdn.integrations.transformers_model_key import VALUES, modules_of
 from gdn.integrations.transformers_packing import CACHES
@@ -146,8 +147,12 @@ def call_with_prompt(call: GraphedCall, model: Any, inputs: dict[str, Any]) -> A
     given = {key: x for key, x in inputs.items() if key != name}
     tensors: list[Tensor] = []
     others: list[Any] = []
-    fresh = fresh_key(cache)
-    if fresh is None or not graphing.describe(given, tensors, others):
+    if (fresh := fresh_key(cache)) is None or not graphing.describe(given, tensors, others):
+        return model(**inputs)
+    if call.is_new:
+        call.is_new = False
+        compile_together(model, inputs, name)
+    if inputs["input_ids"].numel() > MOST_TOKENS:
         return model(**inputs)
     key = (*call.key_of(given, others), fresh)
     with call.lock:
@@ -226,7 +231,7 @@ def is_graphable(model: Any, inputs: dict[str, Any], cache: Any) -> bool:
     """Return True for a prompt of text, with a static cache on its device, whose last logits are wanted."""
     if not graphing.asks_for_logits(model, inputs, is_prompt=True) or inputs.get("logits_to_keep") != 1:
         return False
-    if inputs["input_ids"].numel() > MOST_TOKENS or getattr(cache, "offloading", True):
+    if getattr(cache, "offloading", True):
         return False
     if any(isinstance(x, Tensor) and name not in TENSORS for name, x in inputs.items()):
         return False
