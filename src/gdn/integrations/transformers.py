@@ -135,9 +135,10 @@ def patch_transformers(*, infer_packing: bool = False, graphs: bool = False) -> 
                                  cu_seq_lens_q nor seq_idx, derive both, so that documents stay apart (one
                                  host sync per forward). False: warn once
         graphs           bool    True: `generate(cache_implementation="static")` on a GPU replays one CUDA
-                                 graph per cache instead of compiling the model; the bits are those of eager
-                                 steps. Beam search, models with hooks, and steps that ask for attentions or
-                                 hidden states run without a graph
+                                 graph per cache instead of compiling the model, and one for each shape of
+                                 prompts that comes a third time; the bits are those of eager steps. Beam
+                                 search, models with hooks, and steps that ask for attentions or hidden
+                                 states run without a graph
 
     Returns: a Patch: call `undo()`, or use it in a `with` statement. Patches may be nested and end in any
         order; with several in force, packing is inferred if any asked for it. The last to end restores all.

@@ -262,19 +262,19 @@ def contents_of(cache: Any) -> list[dict[Any, Any]]:
 
 def fresh_key(cache: Any) -> Hashable | None:
     """Return what a cache without tokens has in Python; None if it has tensors on a device already."""
-    found: list[Any] = [type(cache)]
+    contents: list[Any] = [type(cache)]
     for layer in cache.layers:
         own = vars(layer)
-        found += (type(layer), *own)
+        contents += (type(layer), *own)
         for x in own.values():
             for y in x.values() if type(x) is dict else (x,):
                 if isinstance(y, VALUES):
-                    found.append(y)
+                    contents.append(y)
                 elif isinstance(y, Tensor) and y.dim() == 0 and y.device.type == "cpu":
-                    found.append(y.item())
+                    contents.append(y.item())
                 else:
                     return None
-    return tuple(found)
+    return tuple(contents)
 
 
 def has_same(one: dict[str, Any], other: dict[str, Any]) -> bool:
