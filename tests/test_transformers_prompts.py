@@ -144,9 +144,13 @@ def test_what_is_left_to_the_model(monkeypatch, recorder, model, why):
         )
     with gdn.patch_transformers(graphs=why != "no graphs"):
         if why in ("not compiled", "no graphs"):
+            if why == "not compiled":
+                # a call that somebody got outside of `generate`
+                model.get_compiled_call(None)
             for seed in range(4):
                 eager(model, families.tokens(2, 12, seed=seed))
-            assert recorder.num_graphs == 0 and model not in graphing._calls
+            assert recorder.num_graphs == 0
+            assert model not in graphing._calls or kinds(model) == []
         else:
             generate(model, 4)
             assert recorder.num_graphs == 1 and kinds(model) == []

@@ -300,7 +300,9 @@ def first_call(device, together):
 
     if not together:
         compiling.DEVICES = ()
-    lab, counts = Lab(device), []
+    lab, counts, names = Lab(device), [], []
+    # called for each binary, compiled or loaded from Triton's cache
+    triton.knobs.runtime.jit_post_compile_hook = lambda *, fn, **rest: names.append(fn.name.split(".")[-1])
     compile_them = compiling.compile_together
 
     def counted(*given):
@@ -313,12 +315,14 @@ def first_call(device, together):
     prompting.compile_together = counted
     new = 64 if device == "cuda" else 8
     with gdn.patch_transformers(graphs=True):
-        first, second, third, fourth = (lab.timed(new) for _ in range(4))
+        first = lab.timed(new)
+        later = names[counts[0][0] :]
+        second, third, fourth = (lab.timed(new) for _ in range(3))
     ((number, seconds),) = counts
     side = "together" if together else "in turn"
     print(
         f"{side:9s} first {first / 1e3:5.2f} s, {seconds:.2f} of it to compile {number} kernels at once; "
-        f"then {second:.0f}, {third:.0f}, {fourth:.0f} ms",
+        f"then {second:.0f}, {third:.0f}, {fourth:.0f} ms\n    compiled later: {', '.join(later) or 'nothing'}",
         flush=True,
     )
 
