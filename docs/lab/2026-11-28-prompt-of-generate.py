@@ -322,9 +322,9 @@ def first_call(device, together):
     side = "together" if together else "in turn"
     print(
         f"{side:9s} first {first / 1e3:5.2f} s, {seconds:.2f} of it to compile {number} kernels at once; "
-        f"then {second:.0f}, {third:.0f}, {fourth:.0f} ms\n    compiled later: {', '.join(later) or 'nothing'}",
-        flush=True,
+        f"then {second:.0f}, {third:.0f}, {fourth:.0f} ms",
     )
+    print("    compiled later:", ", ".join(later) or "nothing", flush=True)
 
 
 def time_first_calls(cpu):
