@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from gdn import settings
+from gdn.integrations.transformers_branches import with_branches
 from gdn.integrations.transformers_model_key import (
     VALUES,
     ModelKey,
@@ -235,7 +236,8 @@ class GraphedCall:
             return model(**inputs, **{name: cache})
 
         def run(given: dict[str, Any], cache: Any) -> Any:
-            return run_for_graph(model, given, name, cache)
+            with with_branches(model):
+                return run_for_graph(model, given, name, cache)
 
         state = CacheState(cache)
         key = (call_key, state.key())
