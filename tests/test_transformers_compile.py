@@ -2,6 +2,7 @@
 
 import copy
 import threading
+import types
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from gdn.backends.triton import launch  # noqa: E402
 from gdn.backends.triton.launch import Launch, launches, precompile  # noqa: E402
 from gdn.integrations import transformers_compile as compiling  # noqa: E402
 from gdn.integrations import transformers_graphs as graphing  # noqa: E402
+from gdn.ops import fastpath  # noqa: E402
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="nothing is compiled")
 
@@ -65,6 +67,24 @@ def test_a_run_that_fails_leaves_the_prompt_as_it_is(monkeypatch, compiled):
         assert torch.equal(model.generate(ids, **options(max_new_tokens=3, min_new_tokens=3)), expected)
     # on a CPU nothing needs a compiler
     assert compiled == ([], [])
+
+
+def test_calls_of_the_recording_run_are_not_repeated(compiled):
+    """A recorded launch cannot be repeated: later calls would be checked each time."""
+    kinds = {"none": (None, None), "a launch": (print, None), "the rule": (None, "triton")}
+
+    def store(**inputs):
+        for name, (run, backward) in kinds.items():
+            fastpath.store(name, types.SimpleNamespace(launch=run, backward=backward))
+        assert "none" in fastpath._calls
+
+    before = dict(fastpath._calls)
+    try:
+        compiling.compile_together(store, {"input_ids": torch.zeros(1, 9), "cache": None}, "cache")
+        assert fastpath._calls.keys() - before.keys() == {"a launch", "the rule"}
+    finally:
+        for name in kinds:
+            fastpath._calls.pop(name, None)
 
 
 def test_long_prompts_and_other_devices_are_not_run_once_more(monkeypatch, compiled):
