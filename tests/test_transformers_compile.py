@@ -87,14 +87,30 @@ def test_calls_of_the_recording_run_are_not_repeated(compiled):
             fastpath._calls.pop(name, None)
 
 
-def test_long_prompts_and_other_devices_are_not_run_once_more(monkeypatch, compiled):
-    def never(**inputs):
-        raise AssertionError
+def test_what_other_sizes_need_is_compiled_ahead_after_the_recording_run(compiled):
+    _, ahead = compiled
+    given = torch.device("cuda"), "a kind", list
 
-    given = {"input_ids": torch.zeros(1, compiling.MOST_TOKENS + 1), "cache": None}
-    assert compiling.compile_together(never, given, "cache") == 0
+    def plan(**inputs):
+        launch.compile_ahead(*given)
+        assert not ahead
+
+    compiling.compile_together(plan, {"input_ids": torch.zeros(1, 9), "cache": None}, "cache")
+    # of the prompt and of the step
+    assert ahead == [given, given]
+
+
+def test_long_prompts_and_other_devices_are_not_run_once_more(monkeypatch, compiled):
+    runs = []
+
+    def run(tokens):
+        given = {"input_ids": torch.zeros(1, tokens), "cache": None}
+        compiling.compile_together(lambda **inputs: runs.append(inputs), given, "cache")
+        return len(runs)
+
+    assert run(compiling.MOST_TOKENS + 1) == 0 and run(compiling.MOST_TOKENS) == 2
     monkeypatch.setattr(compiling, "DEVICES", ("cuda",))
-    assert compiling.compile_together(never, {"input_ids": torch.zeros(1, 9), "cache": None}, "cache") == 0
+    assert run(9) == 2
 
 
 def test_a_recording_is_of_its_own_thread(monkeypatch):

@@ -283,6 +283,14 @@ def test_a_snapshot_tells_a_changed_model(model, what):
     assert snapshot.is_of(model) == (what == "nothing") and kept is not None
 
 
+def test_a_snapshot_tells_a_value_at_the_address_of_an_object(model):
+    model.lm_head.scale = object()
+    snapshot = keys.Snapshot(model, keys.modules_of(model))
+    model.lm_head.scale = 2.0
+    snapshot.identities = list(map(id, snapshot._attributes([m.__dict__ for m in keys.modules_of(model)])))
+    assert not snapshot.is_of(model)
+
+
 def test_a_snapshot_tells_another_forward_of_a_class(monkeypatch, model):
     snapshot = keys.Snapshot(model, keys.modules_of(model))
     monkeypatch.setattr(torch.nn.Linear, "forward", lambda self, x: -x)
