@@ -15,8 +15,9 @@ transformers = pytest.importorskip("transformers")
 import test_transformers as families  # noqa: E402
 
 import gdn  # noqa: E402
+from gdn.integrations import transformers_branches as branches  # noqa: E402
 from gdn.integrations import transformers_graphs as graphing  # noqa: E402
-from gdn.integrations import transformers_step as stepping  # noqa: E402
+from gdn.integrations import transformers_prompts as prompting  # noqa: E402
 
 NEW = 9
 
@@ -219,6 +220,8 @@ def test_layers_without_their_cache_keep_their_contents(monkeypatch):
 
 def test_each_generate_of_a_kind_replays_one_graph(monkeypatch):
     recorder, model = Recorder(monkeypatch), copy.deepcopy(families.make_model("qwen3_5"))
+    # the graphs of steps alone
+    monkeypatch.setattr(prompting, "MOST_TOKENS", 0)
     # generate makes no shorter cache than it made before
     vars(model).pop("_previous_max_cache_length", None)
     with gdn.patch_transformers(graphs=True):
@@ -357,7 +360,7 @@ def test_a_recording_depends_on_all_inputs_but_the_contents_of_tensors():
         tensors, others = [], []
         assert graphing.describe(given, tensors, others)
         copies = []
-        graphing._clone(given, copies)
+        graphing.clone(given, copies)
         assert all(torch.equal(x, y) and x is not y for x, y in zip(tensors, copies, strict=True))
         return tuple(others)
 
@@ -430,63 +433,6 @@ def test_inputs_that_are_objects_are_not_recorded(monkeypatch):
     assert recorder.num_graphs == 0
 
 
-class Stream:
-    """Stand for a CUDA stream: write to a log who waits for whom, and which functions run on it."""
-
-    def __init__(self, name, log):
-        self.name, self.log = name, log
-
-    def wait_stream(self, other):
-        self.log.append(f"{self.name} waits for {other.name}")
-
-    def __enter__(self):
-        self.log.append("to " + self.name)
-
-    def __exit__(self, *error):
-        self.log.append("back")
-
-
-BRANCHES = {
-    "qwen3_5": (["in_proj_b", "in_proj_a"], ["in_proj_qkv", "in_proj_z"]),
-    "qwen3_next": (["in_proj_ba"], ["in_proj_qkvz"]),
-}
-
-
-@pytest.mark.parametrize("family", BRANCHES)
-def test_the_narrow_projections_are_a_branch_of_a_captured_step(monkeypatch, family):
-    """The branch begins behind the caller's stream, which waits for it before the decode step."""
-    model, ids, log = families.make_model(family), families.tokens(2, 20), []
-    streams = {name: Stream(name, log) for name in ("main", "branch")}
-    names = {module: name.split(".")[-1] for name, module in model.named_modules()}
-    linear, decode = stepping._linear, stepping.decode_step
-    monkeypatch.setattr(stepping, "_linear", lambda part, x: log.append(names[part]) or linear(part, x))
-    monkeypatch.setattr(stepping, "decode_step", lambda *x, **more: log.append("step") or decode(*x, **more))
-    monkeypatch.setattr(stepping, "_branch_stream", lambda device: streams["branch"])
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: streams["main"])
-    monkeypatch.setattr(torch.cuda, "stream", lambda stream: stream)
-    narrow, wide = BRANCHES[family]
-    logits = []
-    with gdn.patch_transformers(), torch.no_grad():
-        for is_captured in (False, True):
-            monkeypatch.setattr(stepping, "is_captured", lambda device, answer=is_captured: answer)
-            cache = transformers.StaticCache(config=model.config, max_cache_len=32)
-            model(ids[:, :6], **{families.CACHE: cache})
-            log.clear()
-            logits.append(model(ids[:, 6:7], **{families.CACHE: cache}).logits)
-            layer = [*wide, *narrow, "step", "out_proj"]
-            if is_captured:
-                layer = [
-                    "branch waits for main", "to branch", *narrow, "back", *wide, "main waits for branch",
-                    "step", "out_proj",
-                ]  # fmt: skip
-            assert log and log == layer * (len(log) // len(layer))
-    assert torch.equal(*logits)
-
-
-def test_nothing_is_captured_on_a_cpu():
-    assert not stepping.is_captured(torch.device("cpu"))
-
-
 def test_options_are_checked():
     with pytest.raises(TypeError, match="graphs: expected a bool, got int"):
         gdn.patch_transformers(graphs=1)
@@ -498,8 +444,8 @@ def test_options_are_checked():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_graph_has_the_bits_of_eager_steps(monkeypatch, family, dtype):
     model, ids = copy.deepcopy(families.make_model(family)).to("cuda", dtype), families.tokens(2, 12).cuda()
-    branches, make = [], stepping._branch_stream
-    monkeypatch.setattr(stepping, "_branch_stream", lambda device: branches.append(1) or make(device))
+    counted, make = [], branches._branch_stream
+    monkeypatch.setattr(branches, "_branch_stream", lambda device, n: counted.append(n) or make(device, n))
     more = {"output_logits": True, "return_dict_in_generate": True}
     given = options(**more)
     del given["compile_config"]
@@ -512,6 +458,7 @@ def test_a_graph_has_the_bits_of_eager_steps(monkeypatch, family, dtype):
             del one, other
             gc.collect()
         assert len(recordings(model)) == 1
-    # recorded once, with a branch in each layer that has a state
-    layers = [m for m in model.modules() if hasattr(m, "A_log")]
-    assert len(branches) == len(layers) > 0
+    # recorded once; a branch is asked for at its begin and at its end
+    names = [name.split(".")[-1] for name, _ in model.named_modules()]
+    beside = ("in_proj_z", "in_proj_b", "in_proj_a", "in_proj_ba", "k_proj", "v_proj", "up_proj")
+    assert len(counted) == 2 * sum(names.count(name) for name in beside) > 0

@@ -20,6 +20,7 @@ from gdn.integrations import transformers_generate as generating
 from gdn.integrations import transformers_graphs as graphing
 from gdn.integrations import transformers_norm as norms
 from gdn.integrations import transformers_packing as packing
+from gdn.integrations import transformers_prompts as prompts
 from gdn.integrations import transformers_rms_norm as rms_norms
 from gdn.integrations import transformers_step as steps
 
@@ -135,9 +136,10 @@ def patch_transformers(*, infer_packing: bool = False, graphs: bool = False) -> 
                                  cu_seq_lens_q nor seq_idx, derive both, so that documents stay apart (one
                                  host sync per forward). False: warn once
         graphs           bool    True: `generate(cache_implementation="static")` on a GPU replays one CUDA
-                                 graph per cache instead of compiling the model; the bits are those of eager
-                                 steps. Beam search, models with hooks, and steps that ask for attentions or
-                                 hidden states run without a graph
+                                 graph per cache instead of compiling the model, and one for each shape of
+                                 prompts that comes a third time; the bits are those of eager steps. Beam
+                                 search, models with hooks, and steps that ask for attentions or hidden
+                                 states run without a graph
 
     Returns: a Patch: call `undo()`, or use it in a `with` statement. Patches may be nested and end in any
         order; with several in force, packing is inferred if any asked for it. The last to end restores all.
@@ -250,7 +252,7 @@ def _serve_class(cls: type) -> None:
 
 
 def _shorten_generate(cls: type) -> None:
-    """Give a class that generates a method for its masks, unless it has one; defer the check for an end."""
+    """Give a class that generates a method for its masks, unless it has one; wrap the loop over the steps."""
     # not when the patch begins: the class's file has imported the functions of `generate`
     if not hasattr(cls, generating.NAME) and (method := generating.masks_method(_active)) is not None:
         _replace(cls, generating.NAME, method)
@@ -259,6 +261,10 @@ def _shorten_generate(cls: type) -> None:
         _replace(check, "is_supported", generating.is_supported(check.is_supported, _active))
         mixin = generating.sampling_class()
         _replace(mixin, "_sample", generating.with_steps_noted(mixin._sample))
+    mixin = generating.sampling_class()
+    if hasattr(mixin, "_prefill") and not _is_ours(mixin, "_prefill"):
+        _replace(mixin, "_prefill", prompts.with_prompts(mixin._prefill))
+        _replace(mixin, "_sample", prompts.with_own_call(mixin._sample))
 
 
 def _has_layers(model: nn.Module) -> bool:

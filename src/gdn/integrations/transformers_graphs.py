@@ -7,12 +7,14 @@ are those of eager steps, so the bits are theirs.
 
 A graph has the addresses of a cache, and `generate` makes a cache for each call. So a recording keeps the
 tensors of its cache. When that cache is gone, the next one of the same sizes copies its contents into them
-and has them from then on: its first decode step is a replay.
+and has them from then on: its first decode step is a replay. `transformers_prompts` records prompts that
+write these tensors.
 """
 
 import warnings
 import weakref
 from collections.abc import Callable, Hashable, Sized
+from contextvars import ContextVar
 from itertools import chain
 from operator import is_
 from threading import RLock
@@ -22,17 +24,24 @@ import torch
 from torch import Tensor, nn
 
 from gdn import settings
+from gdn.integrations.transformers_branches import with_branches
+from gdn.integrations.transformers_model_key import (
+    VALUES,
+    ModelKey,
+    Snapshot,
+    is_hooked,
+    modules_of,
+    values_of,
+)
 from gdn.integrations.transformers_packing import CACHES
 
 # kernels are compiled and cuBLAS allocates its workspaces in steps that run as they are
 EAGER_STEPS = 2
 # of which eager steps are counted
 MOST_KINDS = 64
-# attributes of every module: its parameters, hooks and parts
-COMMON = frozenset(vars(nn.Module()))
 DEVICES = ("cuda",)
-# attributes of a cache's layers that a step may read in Python
-VALUES = (bool, int, float, str, type(None), torch.dtype, torch.device)
+# the call that a `generate` got for its steps: its prompt may be replayed as well
+call_of_generate: ContextVar["GraphedCall | None"] = ContextVar("call_of_generate", default=None)
 # arguments whose outputs a graph would overwrite, or that a step of `generate` does not have
 REFUSED = ("output_attentions", "output_hidden_states", "labels", "inputs_embeds")
 
@@ -43,35 +52,19 @@ def get_compiled_call(original: Callable[..., Any], active: Sized, is_served: Ca
     def get_compiled_call(self: Any, compile_config: Any) -> Any:
         if len(active) == 0 or self.device.type not in DEVICES or not is_served(self):
             return original(self, compile_config)
-        modules = modules_of(self)
-        if any(map(is_hooked, modules)):
-            return original(self, compile_config)
         call = _calls.get(self)
-        if call is None:
-            call = _calls.setdefault(self, GraphedCall(self))
-        # `generate` asks once, before its steps
-        call.look_at(self, modules)
+        # `generate` asks once, before its prompt and its steps
+        if call is None or not call.has_seen(self):
+            modules = modules_of(self)
+            if any(map(is_hooked, modules)):
+                return original(self, compile_config)
+            if call is None:
+                call = _calls.setdefault(self, GraphedCall(self))
+            call.look_at(self, modules)
+        call_of_generate.set(call)
         return call
 
     return get_compiled_call
-
-
-def modules_of(model: nn.Module) -> list[nn.Module]:
-    """Return each module once; `model.modules()` makes up a name for each and takes four times as long."""
-    modules, listed = [model], {model}
-    # the list grows while it is read
-    for module in modules:
-        for part in module._modules.values():
-            if part is not None and part not in listed:
-                listed.add(part)
-                modules.append(part)
-    return modules
-
-
-def is_hooked(module: nn.Module) -> bool:
-    """Return True if a module has hooks, or a forward of its own: a replay would skip them."""
-    own = module.__dict__
-    return bool(own["_forward_hooks"] or own["_forward_pre_hooks"] or "forward" in own or "_hf_hook" in own)
 
 
 class CacheState:
@@ -122,8 +115,10 @@ class Recording:
         self.call_key = call_key
         # the tensors among the inputs of the graph, in the order of `describe`
         self.given: list[Tensor] = []
-        self.inputs = _clone(inputs, self.given)
+        self.inputs = clone(inputs, self.given)
         self.buffers, self.values = state.tensors(), state.values()
+        # recorded prompts that write the buffers, by their kind
+        self.prompts: dict[Hashable, Any] = {}
         # a graph must not keep its cache alive
         self.owner, self.state = weakref.ref(cache), state
         self.replay: Callable[[], None]
@@ -151,6 +146,10 @@ class Recording:
     def adopt(self, cache: Any, state: CacheState) -> None:
         """Serve `cache`, whose state has the same key, in the place of a cache that is gone."""
         state.move_to(self.buffers)
+        self.own(cache, state)
+
+    def own(self, cache: Any, state: CacheState) -> None:
+        """Serve `cache`, which has the buffers."""
         self.owner, self.state = weakref.ref(cache), state
 
     def step(self, tensors: list[Tensor]) -> Any:
@@ -158,9 +157,14 @@ class Recording:
         for buffer, x in zip(self.given, tensors, strict=True):
             buffer.copy_(x)
         self.replay()
-        output = type(self.output)(**dict(self.output))
-        output["logits"] = self.output["logits"].clone()
-        return output
+        return copy_of(self.output)
+
+
+def copy_of(recorded: Any) -> Any:
+    """Return a recorded output with logits of its own."""
+    output = type(recorded)(**dict(recorded))
+    output["logits"] = recorded["logits"].clone()
+    return output
 
 
 def record(run: Callable[[], Any], pool: Any) -> tuple[Callable[[], None], Any]:
@@ -183,16 +187,24 @@ class GraphedCall:
         # weak, as `_calls` holds this object as long as the model lives
         self.model = weakref.ref(model)
         self.model_key = ModelKey(())
+        self.snapshot: Snapshot | None = None
         self.recordings: dict[Hashable, list[Recording]] = {}
         # how many steps of a kind ran as they are; None: it cannot be recorded
         self.eager_steps: dict[Hashable, int | None] = {}
         self.pool: Any = None
+        self.prompt_kinds: dict[Hashable, Any] = {}
+        self.is_new = True  # no prompt has run
         # graphs share a pool: a replay of another thread would write where this one's logits are
         self.lock = RLock()
 
+    def has_seen(self, model: nn.Module) -> bool:
+        """Return True if the model is as at the last `look_at`, and without hooks."""
+        return self.snapshot is not None and self.snapshot.is_of(model)
+
     def look_at(self, model: nn.Module, modules: list[nn.Module]) -> None:
         """Find out what a recording has of the model now: it takes longer than a step may."""
-        values = _values_of_model(model, modules)
+        values = values_of(model, modules)
+        self.snapshot = Snapshot(model, modules)
         # an equal key stays the same object, which is compared at once
         if values != self.model_key.values:
             self.model_key = ModelKey(values)
@@ -216,27 +228,23 @@ class GraphedCall:
         if not describe(inputs, tensors, others):
             # an object, as the mask of flex attention, may hold what a replay would not see
             return model(**inputs, **{name: cache})
-        kind = inputs["input_ids"].device.type
-        call_key = (tuple(others), _key_of_modes(kind), self.model_key)
+        call_key = self.key_of(inputs, others)
         for recording in recordings:
             if recording.call_key == call_key and recording.is_current:
-                return _with_cache(recording.step(tensors), name, cache)
+                return with_cache(recording.step(tensors), name, cache)
         if recordings and not is_static(cache):
             return model(**inputs, **{name: cache})
 
         def run(given: dict[str, Any], cache: Any) -> Any:
-            # autocast keeps its copies of weights until the caller's `with` block ends: a graph makes its own
-            with torch.autocast(kind, enabled=torch.is_autocast_enabled(kind), cache_enabled=False):
-                output = model(**given, **{name: cache})
-            output[name] = None
-            return output
+            with with_branches(model):
+                return run_for_graph(model, given, name, cache)
 
         state = CacheState(cache)
         key = (call_key, state.key())
         idle = next((x for x in self.recordings.get(key, ()) if x.is_idle), None)
         if idle is not None:
             idle.adopt(cache, state)
-            return _with_cache(idle.step(tensors), name, cache)
+            return with_cache(idle.step(tensors), name, cache)
         steps = self.eager_steps.get(key, 0)
         if steps is None or steps < EAGER_STEPS:
             if len(self.eager_steps) >= MOST_KINDS:
@@ -249,15 +257,19 @@ class GraphedCall:
         except RuntimeError as error:
             torch.cuda.synchronize()
             self.eager_steps[key] = None
-            _warn(error)
+            warn(error)
             return model(**inputs, **{name: cache})
-        output = _with_cache(recording.step(tensors), name, cache)
+        output = with_cache(recording.step(tensors), name, cache)
         if recording.is_current:
             self.recordings.setdefault(key, []).append(recording)
         else:
             # a step that changes plain values or tensors of the cache in Python: a replay would not
             self.eager_steps[key] = None
         return output
+
+    def key_of(self, inputs: dict[str, Any], others: list[Any]) -> tuple[Hashable, ...]:
+        """Return what a recording depends on besides its cache; `others` is of `describe`."""
+        return tuple(others), _key_of_modes(inputs["input_ids"].device.type), self.model_key
 
     def _memory(self) -> Any:
         """Free the recordings of caches that are gone; return the memory pool of the others and the next.
@@ -281,10 +293,22 @@ def forget() -> None:
     _calls.clear()
 
 
-def asks_for_logits(model: Any, inputs: dict[str, Any]) -> bool:
-    """Return True for one token per row, without gradients, of which nothing but logits is wanted."""
+def run_for_graph(model: Any, given: dict[str, Any], name: str, cache: Any) -> Any:
+    """Return the output of a model without its cache, whose argument has this name."""
+    kind = given["input_ids"].device.type
+    # autocast keeps its copies of weights until the caller's `with` block ends: a graph makes its own
+    with torch.autocast(kind, enabled=torch.is_autocast_enabled(kind), cache_enabled=False):
+        output = model(**given, **{name: cache})
+    output[name] = None
+    return output
+
+
+def asks_for_logits(model: Any, inputs: dict[str, Any], *, is_prompt: bool = False) -> bool:
+    """Return True for tokens without gradients of which only logits are wanted; a step has one per row."""
     ids, config = inputs.get("input_ids"), model.config
-    if ids is None or ids.dim() != 2 or ids.shape[1] != 1 or torch.is_grad_enabled() or model.training:
+    if ids is None or ids.dim() != 2 or torch.is_grad_enabled() or model.training:
+        return False
+    if (ids.shape[1] != 1) != is_prompt:
         return False
     if any(inputs.get(name) is not None and inputs[name] is not False for name in REFUSED):
         return False
@@ -322,7 +346,7 @@ def describe(given: dict[str, Any], tensors: list[Tensor], others: list[Any]) ->
     return True
 
 
-def _clone(given: dict[str, Any], tensors: list[Tensor]) -> dict[str, Any]:
+def clone(given: dict[str, Any], tensors: list[Tensor]) -> dict[str, Any]:
     """Return arguments with tensors of their own, which are appended in the order of `describe`."""
     own: dict[str, Any] = {}
     for name, x in given.items():
@@ -330,41 +354,8 @@ def _clone(given: dict[str, Any], tensors: list[Tensor]) -> dict[str, Any]:
             tensors.append(x.clone())
             own[name] = tensors[-1]
         else:
-            own[name] = _clone(x, tensors) if type(x) is dict else x
+            own[name] = clone(x, tensors) if type(x) is dict else x
     return own
-
-
-class ModelKey:
-    """Hold what a recording has of a model; thousands of values are hashed once."""
-
-    def __init__(self, values: tuple[Hashable, ...]) -> None:
-        self.values, self.hash = values, hash(values)
-
-    def __hash__(self) -> int:
-        return self.hash
-
-    def __eq__(self, other: object) -> bool:
-        if self is other:
-            return True
-        return isinstance(other, ModelKey) and self.hash == other.hash and self.values == other.values
-
-
-def _values_of_model(model: Any, modules: list[nn.Module]) -> tuple[Hashable, ...]:
-    """Return what a recording has of a model: addresses, and what Python decides by.
-
-    Weights that are written in place are read by a replay. Weights that are replaced are not, and neither is
-    an adapter that is switched, a scale, or another forward.
-    """
-    values: list[Hashable] = [getattr(model.config, "_attn_implementation", None)]
-    for m in modules:
-        own = m.__dict__
-        values += (type(m).forward, m.training)
-        for x in chain(own["_parameters"].values(), own["_buffers"].values()):
-            values += (None,) if x is None else (x.data_ptr(), x.shape, x.dtype)
-        for name in own.keys() - COMMON:
-            x = own[name]
-            values += (name, x if isinstance(x, VALUES) else _plain(x))
-    return tuple(values)
 
 
 def _key_of_modes(kind: str) -> Hashable:
@@ -376,19 +367,11 @@ def _key_of_modes(kind: str) -> Hashable:
     )  # fmt: skip
 
 
-def _plain(x: Any) -> tuple[Hashable, ...]:
-    """Return the plain values in a module's attribute."""
-    if isinstance(x, dict):
-        return tuple((key, y) for key, y in x.items() if isinstance(y, VALUES))
-    several = x if isinstance(x, list | tuple | set) else ()
-    return tuple(y for y in several if isinstance(y, VALUES))
-
-
-def _with_cache(output: Any, name: str, cache: Any) -> Any:
+def with_cache(output: Any, name: str, cache: Any) -> Any:
     """Set the cache among a model's outputs, as the model does."""
     output[name] = cache
     return output
 
 
-def _warn(error: Exception) -> None:
-    warnings.warn(f"a decode step runs without a graph: {error}", RuntimeWarning, stacklevel=3)
+def warn(error: Exception, what: str = "a decode step") -> None:
+    warnings.warn(f"{what} runs without a graph: {error}", RuntimeWarning, stacklevel=3)

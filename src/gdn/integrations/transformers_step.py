@@ -12,13 +12,14 @@ or norms than those of the class.
 import functools
 from collections.abc import Callable, Sized
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from gdn._torch_compat import has_global_hooks
 from gdn.integrations.fallback import call_with_fallback
+from gdn.integrations.transformers_branches import in_parallel
 from gdn.integrations.transformers_calls import ACTIVATIONS, warn
 from gdn.ops.step import decode_step
 
@@ -31,8 +32,6 @@ PARTS = ("conv1d", "norm", "out_proj")
 PLAIN = {"conv1d": nn.Conv1d}  # the others are nn.Linear
 PARAMETERS = {"A_log", "dt_bias"}
 RECURRENT = "torch_recurrent_gated_delta_rule"
-X = TypeVar("X")
-Y = TypeVar("Y")
 
 
 def is_layer(cls: type) -> bool:
@@ -138,53 +137,14 @@ def _project(m: Any, parts: dict[str, Any], x: Tensor) -> tuple[Tensor, Tensor, 
     """Return q | k | v [B, D], z [B, HV, V], and the logits a and b [B, HV]."""
     if PROJECTIONS[0] in parts:
         rows = x.squeeze(1)
-        wide, narrow = PROJECTIONS[:2], PROJECTIONS[2:]
-        (mixed, z), (b, a) = in_parallel(
-            rows.device,
-            lambda: [_linear(parts[name], rows) for name in wide],
-            lambda: [_linear(parts[name], rows) for name in narrow],
+        mixed, z, b, a = in_parallel(
+            rows.device, *(partial(_linear, parts[name], rows) for name in PROJECTIONS)
         )
         return mixed, z.view(x.shape[0], -1, m.head_v_dim), a, b
     qkvz, ba = in_parallel(x.device, *(partial(_linear, parts[name], x) for name in GROUPED_PROJECTIONS))
     q, k, v, z, b, a = m.fix_query_key_value_ordering(qkvz, ba)
     mixed = torch.cat([part.flatten(1) for part in (q, k, v)], -1)
     return mixed, z.squeeze(1), a.squeeze(1), b.squeeze(1)
-
-
-def in_parallel(device: torch.device, first: Callable[[], X], second: Callable[[], Y]) -> tuple[X, Y]:
-    """Return first() and second(); while a CUDA graph is captured, `second` is a branch of it beside `first`.
-
-    A matmul of one token to 32 heads takes 5.1 us on an H200, all of it latency, and a step of 18 layers has
-    36 of them. Beside them the projections to q, k, v and z load their weights from HBM. The kernels are
-    those of eager steps, and so are the bits.
-
-    Memory: what a branch allocates and frees, PyTorch's allocator gives to later branches alone. Each of
-    these waits for the caller's stream first, and so for all kernels that read an earlier branch's results.
-    The inputs live until the caller's stream has waited for the branch. cuBLAS has another workspace there.
-    """
-    # first, so that a compiler sees nothing but the two calls
-    if torch.compiler.is_compiling() or not is_captured(device):
-        return first(), second()
-    stream, branch = torch.cuda.current_stream(device), _branch_stream(device)
-    branch.wait_stream(stream)
-    with torch.cuda.stream(branch):
-        y = second()
-    x = first()
-    stream.wait_stream(branch)
-    return x, y
-
-
-def is_captured(device: torch.device) -> bool:
-    """Return True while the current stream of a device, which is the current one, captures a CUDA graph."""
-    if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
-        return False
-    return device.index == torch.cuda.current_device()
-
-
-@functools.cache
-def _branch_stream(device: torch.device) -> torch.cuda.Stream:
-    # one for all graphs, as torch.cuda.graph captures on one stream
-    return torch.cuda.Stream(device)
 
 
 def _linear(part: nn.Linear, x: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import reduce
 from operator import or_
-from threading import local
+from threading import get_ident, local
 from typing import Any
 
 import torch
@@ -54,8 +54,8 @@ class Launch:
         """Run on the current stream of the first tensor's device, which must be the current device."""
         if self.grid == 0:
             return
-        if _recorder is not None:
-            _recorder.append((self, tensors))
+        if _recorders and is_recording():
+            _recorders[get_ident()].append((self, tensors))
             return
         call = self._call
         if call is None:
@@ -161,7 +161,7 @@ def compile_now(device: torch.device, steps: Sequence[Step]) -> None:
 
 def compile_with_next(steps: Sequence[Step]) -> None:
     """Compile these launches of a call with the next one that this thread compiles, on the same device."""
-    if _recorder is None:
+    if not is_recording():
         missing = [(one, tuple(map(stand_in, given))) for one, given in steps if one.needs_compiler(given)]
         vars(_expected).setdefault("steps", []).extend(missing)
 
@@ -199,13 +199,13 @@ class LaunchSequence:
     def __call__(self, tensors: Sequence[Tensor | None]) -> None:
         """Run on the current stream of the tensors' device, which must be the current device."""
         ready = self._ready
-        if ready is not None and _recorder is None:
+        if ready is not None and not is_recording():
             pointers = [x.data_ptr() for x in ready.used(tensors)]
             if reduce(or_, pointers) % ALIGNMENT == 0:
                 ready.launch(pointers)
                 return
         launches, steps = [], list(self.steps(tensors))
-        if ready is None and _recorder is None:
+        if ready is None and not is_recording():
             missing = [(launch, given) for launch, given in steps if launch.needs_compiler(given)]
             if len(missing) > 1:
                 compile_now(next(x.device for x in tensors if x is not None), missing)
@@ -230,21 +230,32 @@ class CachedLaunch:
             self.launch(*tensors)
 
 
-# if set, launches are recorded here instead of run: kernels can be compiled for GPUs that are not present
-_recorder: list[tuple[Launch, tuple[Tensor | None, ...]]] | None = None
+# by thread: launches are recorded here instead of run, so kernels compile for GPUs that are not present
+_recorders: dict[int, list[tuple[Launch, tuple[Tensor | None, ...]]]] = {}
 
 
 @contextmanager
 def record_launches(into: list[Any]) -> Iterator[list[Any]]:
-    """Append every launch and its tensors to `into` instead of running it, while the context is open."""
-    global _recorder
-    before, _recorder = _recorder, into
+    """Append this thread's launches and their tensors to `into` instead of running them, while it is open."""
+    thread = get_ident()
+    before = _recorders.get(thread)
+    _recorders[thread] = into
     try:
         yield into
     finally:
-        _recorder = before
+        if before is None:
+            del _recorders[thread]
+        else:
+            _recorders[thread] = before
 
 
 def is_recording() -> bool:
-    """Return True if launches are recorded: what they would write is not written."""
-    return _recorder is not None
+    """Return True if this thread's launches are recorded: what they would write is not written."""
+    return bool(_recorders) and get_ident() in _recorders
+
+
+def defer_ahead(*given: Any) -> None:
+    """Append the arguments of a `compile_ahead` to the recorder's list `ahead`, if it has one."""
+    ahead = getattr(_recorders[get_ident()], "ahead", None)
+    if ahead is not None:
+        ahead.append(given)

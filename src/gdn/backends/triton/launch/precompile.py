@@ -12,7 +12,14 @@ import torch
 
 from gdn.backends.triton.launch.device import device_guard
 from gdn.backends.triton.launch.kernels import INTERPRETED
-from gdn.backends.triton.launch.launches import BACKGROUND, Step, is_recording, job_key, stand_in
+from gdn.backends.triton.launch.launches import (
+    BACKGROUND,
+    Step,
+    defer_ahead,
+    is_recording,
+    job_key,
+    stand_in,
+)
 from gdn.backends.triton.launch.parallel import compile_all
 from gdn.backends.triton.launch.saved import LOADING
 
@@ -25,7 +32,10 @@ def compile_ahead(device: torch.device, kind: Hashable, steps: Callable[[], Iter
     Only the dtypes of the tensors matter, and no tensor is kept. A kernel that does not compile fails where
     it is launched. `finish_ahead` waits for all.
     """
-    if INTERPRETED or is_recording() or device.type != "cuda" or (device, kind) in _compiled_kinds:
+    if INTERPRETED or device.type != "cuda" or (device, kind) in _compiled_kinds:
+        return
+    if is_recording():
+        defer_ahead(device, kind, steps)
         return
     with LOADING:
         if (device, kind) in _compiled_kinds:
