@@ -152,9 +152,55 @@ def test_the_longest_sequences_come_first(monkeypatch, num_sms, unit):
     firsts = counts.cumsum(0) - counts
     order = torch.sort(counts // unit, descending=True, stable=True).indices
     longest = torch.stack((order, p.cu_seqlens[order], lengths[order], firsts[order]), 1)
-    found = table.make(p.cu_seqlens)[2 * table.bound :].view(70, 5)
+    found = table.make(p.cu_seqlens)
+    assert found[table.total_at] == counts.sum() and len(found) == table.total_at + 1
+    found = found[2 * table.bound : -1].view(70, 5)
     assert found.tolist() == torch.cat((firsts[:, None], longest), 1).tolist()
     assert found[0, 1] == 69 and (unit > 1 or found[-1, 3] == 0)
+
+
+@pytest.mark.interpret
+@simulated
+@pytest.mark.usefixtures("simulated_launches")
+@pytest.mark.parametrize("name, saves, used", [
+    ("packed", False, 6), ("options", False, 6), ("packed", True, 8),
+])  # fmt: skip
+@pytest.mark.parametrize("num_sms", [132, 1])
+def test_solve_skips_unused_entries(monkeypatch, name, saves, used, num_sms):
+    """Solve the chunks that sequences have and the tokens past them, of a bound that the host knows.
+
+    A forward for a backward solves all, as that may read them. Each TMA load of k has a tile.
+    """
+    monkeypatch.setattr(cost, "num_sms", lambda device: num_sms)
+    monkeypatch.setattr(rule, "CTAS_PER_SM", {128: 12 if num_sms > 1 else 3})
+    monkeypatch.setattr(rule, "_forwards", PlanCache())
+    solved, loads, is_solve, call = [], [], [], Simulated.__call__
+    load, store = gluon_simulator.STANDINS["tma_load"], gluon_simulator.STANDINS["tma_store"]
+
+    def loaded(descriptor, corner, *rest):
+        if is_solve:
+            loads.append(corner)
+        load(descriptor, corner, *rest)
+
+    def stored(descriptor, corner, *rest):
+        if len(corner) == 3:
+            solved.append(int(corner[0]))
+        store(descriptor, corner, *rest)
+
+    def watched(launch, *tensors):
+        if launch.kernel is rule.solve_kernel:
+            is_solve.append(True)
+        call(launch, *tensors)
+        is_solve.clear()
+
+    monkeypatch.setattr(Simulated, "__call__", watched)
+    monkeypatch.setitem(gluon_simulator.STANDINS, "tma_load", loaded)
+    monkeypatch.setitem(gluon_simulator.STANDINS, "tma_store", stored)
+    given = inputs(CASES[name], torch.bfloat16)
+    p = parse(**given.tensors, **given.options, backend="triton")
+    rule.chunk_forward(p, saves)
+    assert sorted(solved) == [tile for tile in range(2 * used) for _ in range(2)]
+    assert len(loads) == 2 * used * (4 if p.use_qk_l2norm_in_kernel else 2)
 
 
 @pytest.mark.interpret

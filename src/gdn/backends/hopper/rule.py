@@ -366,11 +366,13 @@ def _plan_tiles(
         4,
         options=PDL,
     )
+    # a backward may read every tile
+    total_at = 0 if kept is not None or a.table is None else a.table.total_at
     kind = {"NORM": p.use_qk_l2norm_in_kernel, "FAST_PATH": fast_path, "D": p.K}
     solve = Launch(
         solve_kernel,
         min(count, _num_solve_ctas(p)),
-        (*strides, T, HV, ratio, per_row, p.scale, count),
+        (*strides, T, HV, ratio, per_row, p.scale, count, total_at),
         {"HAS_DECAYS": has_decays, **activation, **kind},
         1,
         options={"maxnreg": 168, **PDL},

@@ -3,8 +3,8 @@
 Entry c of the table is (first token, length) of chunk c. A negative length marks tokens past the last
 sequence, and zero an unused entry. After the entries come SEQUENCE integers for each n: the first chunk of
 sequence n; then the index, first token, length and first chunk of the n-th longest sequence, compared by
-chunks >> `Table.shift`. The host reads nothing back: grids have the size of the upper bound, which is
-`Problem.num_chunks` plus entries for the tokens past the end.
+chunks >> `Table.shift`. The last integer is the number of entries in use. The host reads nothing back: grids
+have the size of the upper bound, which is `Problem.num_chunks` plus entries for the tokens past the end.
 """
 
 import torch
@@ -92,7 +92,7 @@ def _table_kernel(
     cu_seqlens_ptr, table_ptr, T, N, bound, shift,
     C: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    # table: (first, length) of every chunk, and SEQUENCE integers per sequence.
+    # table: (first, length) of every chunk, SEQUENCE integers per sequence, the number of entries in use.
     # Program n writes the entries of sequence n; program N those of the tokens past the last sequence, and
     # zeros in the rest of the table. Grid: N + 1; 1 warp.
     # PDL: it waits for the previous kernel before its first load, and then lets the next one start.
@@ -118,7 +118,7 @@ def _table_kernel(
         tl.store(table_ptr + 2 * (base + index) + 1, length, mask=is_owned)
     per_sequence_ptr = table_ptr + 2 * bound
     # sorted by length: if a persistent kernel took the longest one last, other SMs would idle at the end
-    tl.store(per_sequence_ptr + SEQUENCE * n, base, mask=n < N)
+    tl.store(per_sequence_ptr + SEQUENCE * n, tl.where(is_tail, base + count, base))
     per_sequence_ptr += SEQUENCE * place
     tl.store(per_sequence_ptr + 1, n, mask=n < N)
     tl.store(per_sequence_ptr + 2, first, mask=n < N)
@@ -142,7 +142,8 @@ class Table:
             num_warps=1,
             options=pdl_options(gpu),
         )
-        self.spec = tensor_spec((2 * self.bound + SEQUENCE.value * p.N,), torch.int32)
+        self.total_at = 2 * self.bound + SEQUENCE.value * p.N  # index of the number of entries in use
+        self.spec = tensor_spec((self.total_at + 1,), torch.int32)
 
     def make(self, cu_seqlens: torch.Tensor) -> torch.Tensor:
         # the current stream orders the table before the kernels that read it

@@ -57,12 +57,13 @@ UNSWIZZLED = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
 def solve_kernel(
     A0_d, A1_d, A2_d, A3_d, q_d, k_d, g_ptr, beta_ptr, A_log_ptr, dt_bias_ptr, table_ptr, factors_ptr,
     q_rstd_ptr, k_rstd_ptr, o_ptr, next_ptr,
-    g_b, g_t, g_h, beta_b, beta_t, beta_h, T, HV, ratio, chunks_per_row, scale, count,
+    g_b, g_t, g_h, beta_b, beta_t, beta_h, T, HV, ratio, chunks_per_row, scale, count, total_at,
     HAS_DECAYS: gl.constexpr, SIGMOID: gl.constexpr, NEGATIVE: gl.constexpr, RESET: gl.constexpr,
     NORM: gl.constexpr, FAST_PATH: gl.constexpr, D: gl.constexpr,
 ):  # fmt: skip
     # One CTA: tiles (chunk, value head) b, b + grid, ...: A_inv (or B) and the factors of each.
-    # Grid: min(tiles, 12 CTAs an SM), 8 at K = 64, persistent.  Warps: 1, which produces and consumes.
+    # Grid: min(tiles, 12 CTAs an SM), 8 at K = 64, persistent.  Warps: 1, which produces and consumes. Of
+    # packed sequences the host knows a bound of tiles alone: the table in HBM has their number at total_at.
     # Shared memory: 8 KiB for the first 64 keys; 8 KiB for the second, later A_inv (16 KiB at K = 64, where
     # A_inv is split bf16); the first box of factors; the row factor of A.
     # mbarriers: ready[0], ready[1], 1 arrival each and TMA bytes, for the halves of k (l2norm: q, then k).
@@ -96,8 +97,11 @@ def solve_kernel(
     if not HAS_DECAYS:
         gdc_wait()
     first, length = at.tokens(grid)
-    mbarrier.expect(ready.index(0), SIZE)
-    tma_load(q_d if NORM else k_d, [at.row, first, at.key, 0], ready.index(0), one_s)
+    count = grid.count_used(count, total_at)
+    # no TMA load may be in flight when a CTA without a tile exits
+    if gl.program_id(0) < count:
+        mbarrier.expect(ready.index(0), SIZE)
+        tma_load(q_d if NORM else k_d, [at.row, first, at.key, 0], ready.index(0), one_s)
     if HAS_DECAYS:
         gdc_wait()
     gdc_launch_dependents()

@@ -34,6 +34,14 @@ class Grid:
             # packed sequences lie in one row; their chunks are numbered by the table in HBM
             return Tile(n * 0, chunk, head // self.ratio, head % self.ratio)
 
+    @jit
+    def count_used(self, count, total_at):
+        """Return the number of tiles of chunks that sequences have, of `count` tiles; total_at 0: all."""
+        if self.table_ptr is not None and total_at > 0:
+            # unused entries come last in the table
+            count = gl.minimum(count, gl.load(self.table_ptr + total_at) * self.HV)
+        return count
+
 
 @struct
 class Tile:
