@@ -25,8 +25,6 @@ from gdn.backends.triton.serving.packet_lib import (
     add_outer_product,
     column_pointer,
     compute_outputs,
-    load_operands,
-    load_parts,
     load_slot,
     load_values,
     multiply_parts,
@@ -41,7 +39,7 @@ from gdn.backends.triton.serving.packet_lib import (
     tokens_of_rows,
 )
 from gdn.backends.triton.serving.packet_loads import (
-    load_gates,
+    load_packet,
     load_strip,
     multiply_held,
     sum_gates,
@@ -116,12 +114,7 @@ def packet_kernel(
     gates = Gates(g_ptr, beta_ptr, a_ptr, b_ptr, A_log_ptr, dt_bias_ptr)
     gate_strides = GateStrides(g_b, g_t, g_h, beta_b, beta_t, beta_h, A_log_h, dt_bias_h)
     now = tl.arange(0, BT)
-    if LOADS_FIRST:
-        X = load_parts(packet, C)
-        logits = load_gates(gates, gate_strides, n, first, head, count, C, True)
-    else:
-        X, XK, QQ = load_operands(packet, C)
-        G, beta = load_gates(gates, gate_strides, n, first, head, count, C)
+    X, products, sums = load_packet(packet, gates, gate_strides, n, first, head, C, LOADS_FIRST)
     # not an early return: exporters look for the stores of a kernel, and do not follow jumps
     if (slot < lowest) | (slot >= slots) | (n >= N):
         store_zeros(o_ptr, count, block * STRIPS, o_t, o_v, C)
@@ -141,7 +134,10 @@ def packet_kernel(
             if HOLDS or PARTS == 2:
                 X = use_parts_here(X)
             XK, QQ = multiply_parts(X, packet, C)
-            G, beta = sum_gates(logits, gates, count, C)
+            G, beta = sum_gates(sums, gates, count, C)
+        else:
+            XK, QQ = products
+            G, beta = sums
         high, low = split_fp64(spread_over_rows(G))
         beta_rows = spread_over_rows(beta)
         # W is computed once and stays in registers over all strips
