@@ -14,6 +14,7 @@ import torch
 
 import gdn
 from gdn.backends.triton import BACKEND as TRITON
+from gdn.backends.triton.serving import decode_strips
 from gdn.ops.conv import convolve_and_split
 from gdn.problem import Problem, parse
 from gdn.problem.layer import NormProblem
@@ -179,6 +180,17 @@ def decode(
     if pool_dtype == INT16:
         x |= {"state": with_scales(x["state"], v_first)}
     return lambda: api.decode(**x, state_v_first=v_first, backend="triton")
+
+
+def decode_in_strips(T: int, pool_dtype: Any) -> Callable[[], Any]:
+    call = decode("P6", 80, T, 128, 128, BF16, pool_dtype, True, True)
+
+    def run() -> Any:
+        # as for rows that fill a GPU
+        with patch.object(decode_strips, "IN_USE", True), patch.object(decode_strips, "RESIDENT", 0):
+            return call()
+
+    return run
 
 
 def with_scales(states: torch.Tensor, v_first: bool) -> gdn.Int16Pool:
@@ -792,6 +804,8 @@ OTHERS = {
         TUNED,
     ),
     "operator on packed rows": (operator_on_packed_rows, (), WITHOUT_TCGEN05),
+    "decode in strips": (decode_in_strips, (4, FP32), TUNED),
+    "decode in strips, bf16 pool": (decode_in_strips, (16, BF16), TUNED),
     "decode packed rows": (decode_of_packed_rows, (), VENDORS),
     "decode a projection": (decode_of_a_projection, (), TUNED),
     "chunk form bf16": (decode_in_chunk_form, (4, 4, 128, BF16, FP32, True, True), WITHOUT_TCGEN05),

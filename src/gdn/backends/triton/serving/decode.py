@@ -35,6 +35,7 @@ from gdn.backends.triton.launch import (
 from gdn.backends.triton.launch.pdl import launch_dependents, pdl_options, supports_pdl, wait_previous
 from gdn.backends.triton.lib import column_mask
 from gdn.backends.triton.serving import packet
+from gdn.backends.triton.serving.decode_strips import in_strips
 from gdn.backends.triton.serving.gates import gate_layout
 from gdn.backends.triton.serving.packet import index_strides, max_row_tokens, supports_packet
 from gdn.backends.triton.serving.packet_lib import load_slot
@@ -310,7 +311,7 @@ def _first(p: DecodeProblem) -> CachedDecode:
 
 def _trace(one: Launch, tensors: tuple[Tensor | None, ...]) -> None:
     """Trace the launch into a graph, without the options of PDL and of loads, which need inline assembly."""
-    assembly = ("PDL", "AHEAD", "LOADS_FIRST", "HOLDS", "FETCHED")
+    assembly = ("PDL", "AHEAD", "LOADS_FIRST", "HOLDS", "FETCHED", "EARLY_PAST")
     plain = {name: type(x)() if name in assembly else x for name, x in one.constants.items()}
     wrapped = torch.library.wrap_triton(one.kernel)[(one.grid,)]
     wrapped(*tensors, *one.scalars, **plain, num_warps=one.num_warps, num_stages=one.num_stages)
@@ -336,9 +337,8 @@ def _key(p: DecodeProblem) -> Hashable:
 
 def launches_of_other_sizes(p: DecodeProblem) -> list[Launch]:
     """Return the launches for few and for many rows: other numbers of rows and heads use these binaries."""
-    return [
-        plan_launch(p, num_states=num_states) for num_states in packet.sample_num_states(machine(p.q.device))
-    ]
+    sizes = packet.sample_num_states(machine(p.q.device))
+    return [plan_launch(p, num_states=num_states) for num_states in sizes]
 
 
 def plan_launch(p: DecodeProblem, starts: Sequence[int] = (0, 0, 0), num_states: int | None = None) -> Launch:
@@ -360,8 +360,7 @@ def plan_launch(p: DecodeProblem, starts: Sequence[int] = (0, 0, 0), num_states:
     # loads of q and k as wide as those of the state give each lane the same keys: no shuffles
     unit = min(16 // width, state_unit, unit_of(*p.q.stride()[:3], *p.k.stride()[:3], *starts[:2]))
     q, k, v, o = ((0 if is_packed else x.stride(0), *x.stride()[1:3]) for x in (p.q, p.k, p.v, p.out))
-    given = (p.g, p.beta) if p.a is None else (p.a, p.b)
-    gates = gate_layout(p, *given, min(16 // width, state_unit))
+    gates = gate_layout(p, *((p.g, p.beta) if p.a is None else (p.a, p.b)), min(16 // width, state_unit))
     is_dense = p.q.stride(3) == p.k.stride(3) == 1 and gates.is_dense
     scalars = (
         *(s // unit for s in (*q, starts[0], *k, starts[1])), p.q.stride(3), p.k.stride(3),
@@ -397,4 +396,5 @@ def plan_launch(p: DecodeProblem, starts: Sequence[int] = (0, 0, 0), num_states:
     limit = {"maxnreg": max(REGISTERS[not has_next and p.K <= 128], INT16_REGISTERS if is_scaled else 0)}
     grid = (p.N + int(is_packed)) * p.HV * part.blocks(p.V)
     options = pdl_options(gpu) | (limit if is_full and width == 2 else {})
-    return Launch(decode_kernel, grid, scalars, constants, part.num_warps, options=options)
+    one = Launch(decode_kernel, grid, scalars, constants, part.num_warps, options=options)
+    return in_strips(one, p, part, num_states)

@@ -1,0 +1,265 @@
+# mypy: disable-error-code="assignment"
+"""Decode rows of several tokens strip by strip: a program takes several tiles of a state, one after another.
+
+`decode` gives each tile of 8 or 16 value columns a program of its own, so eight or sixteen programs compute
+the same gates, norms and <q, k> of each token: a fifth of their instructions (sm_90), and many rows are bound
+by instructions, not by HBM. Here a program computes them once. Each group of lanes that holds other columns
+of the state takes another token, so one pass is for as many tokens as there are groups. Sums have the order
+of `decode`, so no bit differs.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import triton.language as tl
+
+from gdn.backends.triton.launch import Launch, jit, kernel, machine
+from gdn.backends.triton.launch.pdl import launch_dependents, wait_previous
+from gdn.backends.triton.lib import activate_beta
+from gdn.backends.triton.serving.packet_lib import load_slot
+from gdn.backends.triton.serving.recurrent_lib import (
+    activate_decay,
+    divide,
+    inner_product,
+    key_offsets,
+    load_gate_parameters,
+    locate_program,
+    prefetch_columns,
+    rounded_product,
+    tile_indices,
+    tile_pointers,
+    token_range,
+)
+from gdn.backends.triton.serving.state_tiles import RESIDENT, StateTile
+from gdn.backends.triton.serving.structs import (
+    GateParameters,
+    Gates,
+    GateStrides,
+    Packet,
+    Slots,
+    group_constants,
+)
+from gdn.problem import DecodeProblem
+
+IN_USE = False  # not timed on a GPU yet
+HAS_SINGLE = False  # rows of one token, too
+FP32_TILES = 2  # tiles of `decode` that make one tile here, on fp32 states
+MOST = 16  # tiles of a program
+REGISTERS = 128  # maxnreg: sixteen programs an SM
+LONGEST = 16  # tokens of a row
+
+
+@kernel
+def decode_strips_kernel(
+    q_ptr, k_ptr, v_ptr, state_ptr, g_ptr, beta_ptr, a_ptr, b_ptr, A_log_ptr, dt_bias_ptr, column_scale_ptr,
+    cu_seqlens_ptr, read_index_ptr, num_accepted_ptr, ring_pos_ptr, write_index_ptr, intermediate_ptr,
+    intermediate_row_ptr, parent_ptr, o_ptr,
+    q_b, q_t, q_h, q_0, k_b, k_t, k_h, k_0, q_k, k_k, v_b, v_t, v_h, v_v, v_0, o_b, o_t, o_h, o_v,
+    g_b, g_t, g_h, beta_b, beta_t, beta_h, A_log_h, dt_bias_h,
+    state_n, state_r, state_h, state_k, state_v, kept_n, kept_t, kept_h, kept_k, kept_v,
+    read_n, read_c, accepted_n, ring_n, write_n, write_t, kept_row_n, parent_n, parent_t,
+    N, T, HV, HV_magic, HV_s, ratio_magic, ratio_s, slots, lowest, columns, entries, kept_rows, scale,
+    g_k, dt_bias_k, lower_bound, scale_n, scale_r, scale_h, scale_v,
+    K: tl.constexpr, V: tl.constexpr, A: tl.constexpr, J: tl.constexpr, B: tl.constexpr, W: tl.constexpr,
+    R_FIRST: tl.constexpr, AXIS: tl.constexpr, KEPT_AXIS: tl.constexpr, DENSE: tl.constexpr,
+    UNIT: tl.constexpr, STATE_UNIT: tl.constexpr, KEPT_UNIT: tl.constexpr, WRITE: tl.constexpr,
+    ROUND: tl.constexpr, NORM: tl.constexpr, NEGATIVE: tl.constexpr, IS_SINGLE: tl.constexpr,
+    PDL: tl.constexpr, AHEAD: tl.constexpr, HAS_NEXT: tl.constexpr, CHANNELS: tl.constexpr,
+    STRIPS: tl.constexpr, PASSES: tl.constexpr, SCALARS: tl.constexpr,
+):  # fmt: skip
+    """Run all tokens of a row as `decode_kernel` does, on STRIPS tiles of A * B value columns of its state.
+
+    Program (row, head, block); grid: (N, + 1 if packed) * HV * blocks; 1 warp. Parameters as in `decode`.
+    Reads the state once, v and q and k once per strip (from L1), the gates once; writes o and the last state.
+    The tile of the next strip is prefetched into L2 while one is in registers. PASSES * A >= tokens.
+    PDL: it waits for the previous kernel before its first load; the next one starts after its first tile.
+    """
+    C: tl.constexpr = group_constants(
+        NORM=NORM, NEGATIVE=NEGATIVE, DENSE=DENSE, DECAY=(a_ptr is not None) or (g_ptr is not None),
+        GATE=a_ptr is not None,
+    )  # fmt: skip
+    if PDL:
+        wait_previous()
+    BLOCKS: tl.constexpr = V // (A * B * STRIPS)
+    row, head, block = locate_program(HV, HV_magic, HV_s, BLOCKS)
+    first, count = token_range(cu_seqlens_ptr, row, N, T)
+    slots_read = Slots(
+        read_index_ptr, num_accepted_ptr, ring_pos_ptr, read_n, read_c, accepted_n, ring_n, columns, entries
+    )
+    slot, entry = load_slot(row, N, slots_read)
+    keys, values = tile_indices(0, A, J, B, W, AXIS, R_FIRST)
+    key_head = divide(head, ratio_magic, ratio_s)
+    q_ptr += (row * q_b + first * q_t + key_head * q_h + q_0) * UNIT
+    k_ptr += (row * k_b + first * k_t + key_head * k_h + k_0) * UNIT
+    v_ptr += row * v_b + first * v_t + head * v_h + v_0 + block * (STRIPS * A * B * v_v)
+    o_ptr += row * o_b + first * o_t + head * o_h + block * (STRIPS * A * B * o_v)
+    q_at = q_ptr + key_offsets(keys, q_k, A, B, AXIS, R_FIRST, DENSE)
+    k_at = k_ptr + key_offsets(keys, k_k, A, B, AXIS, R_FIRST, DENSE)
+    if a_ptr is not None:
+        g_ptr, beta_ptr = a_ptr, b_ptr
+    if g_ptr is not None:
+        g_ptr += row * g_b + first * g_t + head * g_h
+    if beta_ptr is not None:
+        beta_ptr += row * beta_b + first * beta_t + head * beta_h
+    gates = Gates(g_ptr, beta_ptr, a_ptr, b_ptr, A_log_ptr, dt_bias_ptr)
+    strides = GateStrides(g_b, g_t, g_h, beta_b, beta_t, beta_h, A_log_h, dt_bias_h)
+    is_idle = (slot < lowest) | (slot >= slots) | (row >= N)
+    # not an early return: exporters look for the stores of a kernel, and do not follow jumps
+    if is_idle:
+        at = tl.full([], 0, tl.int64)
+        for _ in range(count):
+            for strip in tl.static_range(STRIPS):
+                place = o_ptr + at * o_t + (strip * (A * B) + values) * o_v
+                tl.store(place, tl.zeros([A, B], o_ptr.dtype.element_ty))
+            at += 1
+    else:
+        start = (slot * state_n + entry * state_r + head.to(tl.int64) * state_h) * STATE_UNIT
+        columns_of_tile = tl.full([], A * B, tl.int64)
+        state_ptr += start + block * STRIPS * columns_of_tile * (state_v * STATE_UNIT)
+        LINES: tl.constexpr = K * state_ptr.dtype.element_ty.primitive_bitwidth // (8 * 128)
+        target, is_written = slot, False
+        if WRITE == "final":
+            if write_index_ptr is not None:
+                target = tl.load(write_index_ptr + row * write_n).to(tl.int64)
+            is_written = (target >= lowest) & (target < slots) & (count > 0)
+        to_target = (target - slot) * (state_n * STATE_UNIT)
+        if AHEAD > 0:
+            # the first tile is on its way from HBM while the gates and norms are computed
+            prefetch_columns(state_ptr, 0, state_v, A * B, LINES, STATE_UNIT)
+        rate, bias = load_gate_parameters(gates, strides, head, 0, True, None, 0)
+        gate = GateParameters(rate, bias, None)
+        prepared = ()
+        packet = Packet(q_ptr, k_ptr, count, q_t * UNIT, k_t * UNIT, q_k, k_k)
+        for part in tl.static_range(PASSES):
+            tokens = part * A + tl.arange(0, A)
+            prepared = prepared + (prepare_tokens(packet, keys, tokens, gates, strides, gate, C),)
+        for strip in range(STRIPS):
+            place = tile_pointers(state_ptr, keys, values, state_k, state_v, STATE_UNIT, AXIS)
+            S = tl.load(place)
+            if PDL:
+                launch_dependents()
+            if (AHEAD > 0) & (strip + 1 < STRIPS):
+                # L2: the next tile of this program
+                prefetch_columns(state_ptr, A * B, state_v, A * B, LINES, STATE_UNIT)
+            S = S.to(tl.float32)
+            v_at, o_at = v_ptr + values * v_v, o_ptr + values * o_v
+            at = tl.full([], 0, tl.int64)
+            for t in range(count):
+                q = tl.load(q_at + at * (q_t * UNIT)).to(tl.float32)
+                k = tl.load(k_at + at * (k_t * UNIT)).to(tl.float32)
+                v = tl.load(v_at + at * v_t).to(tl.float32)
+                token = pick_token(prepared, t, A, SCALARS)
+                S, o = advance_prepared(S, q, k, v, token, scale, C)
+                if ROUND:
+                    S = S.to(state_ptr.dtype.element_ty).to(tl.float32)
+                tl.store(o_at + at * o_t, o.to(o_ptr.dtype.element_ty))
+                at += 1
+            if WRITE == "final":  # noqa: SIM102 - a constant, and what only then is compiled
+                if is_written:
+                    tl.store(place + to_target, S.to(state_ptr.dtype.element_ty))
+            state_ptr += columns_of_tile * (state_v * STATE_UNIT)
+            v_ptr += columns_of_tile * v_v
+            o_ptr += columns_of_tile * o_v
+
+
+@jit
+def prepare_tokens(packet, keys, tokens, gates, strides, gate, C: tl.constexpr):
+    """Return decay, beta, <q, k> and inverse norms of k and q [A, 1] of A tokens.
+
+    What `advance_token` computes of a token alone, in registers; token a is in the lanes of column a.
+    """
+    is_token = tokens < packet.count
+    rows = tokens[:, None, None, None].to(tl.int64)
+    q_keys, k_keys = keys, keys
+    if not C.DENSE:
+        q_keys, k_keys = keys * packet.q_k, keys * packet.k_k
+    has_key = is_token[:, None, None, None]
+    q = tl.load(packet.q_ptr + (rows * packet.q_t + q_keys), mask=has_key, other=0.0).to(tl.float32)
+    k = tl.load(packet.k_ptr + (rows * packet.k_t + k_keys), mask=has_key, other=0.0).to(tl.float32)
+    qk = inner_product(q, k)
+    k_rstd, q_rstd = tl.full(qk.shape, 1.0, tl.float32), tl.full(qk.shape, 1.0, tl.float32)
+    if C.NORM:
+        k_rstd = tl.rsqrt(inner_product(k, k) + 1e-6)
+        q_rstd = tl.rsqrt(inner_product(q, q) + 1e-6)
+        qk = qk * q_rstd * k_rstd
+    decay, beta = tl.full(qk.shape, 1.0, tl.float32), tl.full(qk.shape, 1.0, tl.float32)
+    if gates.g_ptr is not None:
+        place = gates.g_ptr + tokens.to(tl.int64)[:, None] * strides.g_t
+        g = tl.load(place, mask=is_token[:, None], other=0.0).to(tl.float32)
+        if C.GATE:
+            g = activate_decay(g, gate)
+        decay = tl.exp(g)
+    if gates.beta_ptr is not None:
+        place = gates.beta_ptr + tokens.to(tl.int64)[:, None] * strides.beta_t
+        beta = tl.load(place, mask=is_token[:, None], other=0.0)
+    return decay, activate_beta(beta, C.GATE, C.NEGATIVE), qk, k_rstd, q_rstd
+
+
+@jit
+def pick_token(prepared, t, A: tl.constexpr, COUNT: tl.constexpr):
+    """Return the COUNT scalars of token t of what `prepare_tokens` returned, from another group of lanes."""
+    is_lane = (tl.arange(0, A) == t % A)[:, None]
+    outputs = ()
+    for i in tl.static_range(COUNT):
+        x = prepared[0][i]
+        for part in tl.static_range(1, len(prepared)):
+            x = tl.where(t // A == part, prepared[part][i], x)
+        # of bits: a sum with zeros would lose the sign of -0
+        bits = tl.xor_sum(tl.where(is_lane, x.to(tl.int32, bitcast=True), 0), 0)
+        outputs = outputs + (bits.to(tl.float32, bitcast=True)[None, :],)
+    return outputs
+
+
+@jit
+def advance_prepared(S, q, k, v, token, scale, C: tl.constexpr):
+    """Return what `advance_token` returns, of a token whose scalars are computed."""
+    decay, beta, qk, k_rstd, q_rstd = token
+    kS, qS = inner_product(S, k), inner_product(S, q)
+    if C.NORM:
+        kS, qS = kS * k_rstd, qS * q_rstd
+    if C.DECAY:
+        # in place, after both products have used S
+        S *= decay[:, None, :, None]
+    d = beta * tl.fma(-decay, kS, v)
+    o = scale * tl.fma(decay, qS, rounded_product(qk, d))
+    return tl.fma(k, (d * k_rstd)[:, None, :, None], S), o
+
+
+def supports_strips(p: DecodeProblem, tile: StateTile, constants: Mapping[str, Any]) -> bool:
+    """Return True if this kernel supports the decode: several tokens, whole tiles, at most the last state."""
+    is_plain = p.column_scale is None and p.intermediate is None and p.parent is None and p.write != "all"
+    is_plain &= not p.is_per_channel and p.lower_bound is None and constants["AXIS"] == "k"
+    is_whole = p.K in (64, 128) and p.V % (tile.R * tile.P) == 0
+    return is_plain and is_whole and (HAS_SINGLE or not constants["IS_SINGLE"]) and 0 < longest(p) <= LONGEST
+
+
+def longest(p: DecodeProblem) -> int:
+    """Return the tokens of the longest row, or 0 if unknown."""
+    tokens = p.q.shape[1] if p.cu_seqlens is None else p.max_seqlen
+    return tokens if isinstance(tokens, int) else 0
+
+
+def in_strips(one: Launch, p: DecodeProblem, tile: StateTile, num_states: int) -> Launch:
+    """Return this kernel's launch for one of `decode_kernel`, or that one where a program has one tile.
+
+    A program takes as many tiles as leave one program for each place on the SMs.
+    """
+    gpu = machine(p.q.device)
+    if not IN_USE or gpu.kind != "cuda" or not supports_strips(p, tile, one.constants):
+        return one
+    rows = one.grid // tile.blocks(p.V)
+    if p.state.element_size() == 4:
+        tile = replace(tile, P=tile.P * FP32_TILES)
+    columns, places, strips = tile.R * tile.P, RESIDENT * gpu.num_sms, 1
+    while strips < MOST and p.V % (2 * strips * columns) == 0:
+        if num_states * p.V // (strips * columns) <= places:
+            break
+        strips *= 2
+    if num_states * p.V // columns <= places // 2 or p.V % columns:
+        return one
+    own = {"STRIPS": strips, "PASSES": -(-longest(p) // tile.constants()["A"]), "SCALARS": 5}
+    constants = {**one.constants, **tile.constants(), **own}
+    options = {**one.options, "maxnreg": REGISTERS}
+    grid = rows * (p.V // (columns * strips))
+    return Launch(decode_strips_kernel, grid, one.scalars, constants, one.num_warps, options=options)
