@@ -97,3 +97,16 @@ def test_short_packets_on_fp32_states_are_exact(triton_device, serving):
     got = run(triton_device, x, exact_packet=False)
     assert got[2] == ["decode_kernel"]
     assert all(same_bits(a, b) for a, b in zip(got[:2], exact[:2], strict=True))
+
+
+@pytest.mark.interpret
+def test_prefetches_change_no_bit(triton_device, serving):
+    """Programs that prefetch for the one that takes their place compute what they did, in every row."""
+    x = inputs(3, 12, 1, 2, 64, 64, BF16, raw=True)
+    x |= ROWS | {"state": pool_of(4, HV=2, K=64, V=64, dtype=BF16)}
+    serving("packet", "FILLED", 0)
+    usual = run(triton_device, x, exact_packet=False, write="none")
+    for name, value in (("FETCHED_STRIPS", 4), ("PREFETCHES_AHEAD", True)):
+        serving("packet", name, value)
+        got = run(triton_device, x, exact_packet=False, write="none")
+        assert all(same_bits(a, b) for a, b in zip(got[:2], usual[:2], strict=True))

@@ -38,6 +38,7 @@ from gdn.backends.triton.serving.structs import (
     GateStrides,
     Packet,
     Slots,
+    Tokens,
     group_constants,
 )
 from gdn.problem import DecodeProblem
@@ -66,18 +67,18 @@ def decode_strips_kernel(
     UNIT: tl.constexpr, STATE_UNIT: tl.constexpr, KEPT_UNIT: tl.constexpr, WRITE: tl.constexpr,
     ROUND: tl.constexpr, NORM: tl.constexpr, NEGATIVE: tl.constexpr, IS_SINGLE: tl.constexpr,
     PDL: tl.constexpr, AHEAD: tl.constexpr, HAS_NEXT: tl.constexpr, CHANNELS: tl.constexpr,
-    STRIPS: tl.constexpr, PASSES: tl.constexpr, SCALARS: tl.constexpr,
+    STRIPS: tl.constexpr, IS_ONE_PASS: tl.constexpr,
 ):  # fmt: skip
     """Run all tokens of a row as `decode_kernel` does, on STRIPS tiles of A * B value columns of its state.
 
     Program (row, head, block); grid: (N, + 1 if packed) * HV * blocks; 1 warp. Parameters as in `decode`.
     Reads the state once, v and q and k once per strip (from L1), the gates once; writes o and the last state.
-    The tile of the next strip is prefetched into L2 while one is in registers. PASSES * A >= tokens.
+    The tile of the next strip is prefetched into L2 while one is in registers. IS_ONE_PASS: at most A tokens.
     PDL: it waits for the previous kernel before its first load; the next one starts after its first tile.
     """
     C: tl.constexpr = group_constants(
         NORM=NORM, NEGATIVE=NEGATIVE, DENSE=DENSE, DECAY=(a_ptr is not None) or (g_ptr is not None),
-        GATE=a_ptr is not None,
+        GATE=a_ptr is not None, A=A, ROUND=ROUND, STORED=state_ptr.dtype.element_ty,
     )  # fmt: skip
     if PDL:
         wait_previous()
@@ -129,11 +130,9 @@ def decode_strips_kernel(
             prefetch_columns(state_ptr, 0, state_v, A * B, LINES, STATE_UNIT)
         rate, bias = load_gate_parameters(gates, strides, head, 0, True, None, 0)
         gate = GateParameters(rate, bias, None)
-        prepared = ()
         packet = Packet(q_ptr, k_ptr, count, q_t * UNIT, k_t * UNIT, q_k, k_k)
-        for part in tl.static_range(PASSES):
-            tokens = part * A + tl.arange(0, A)
-            prepared = prepared + (prepare_tokens(packet, keys, tokens, gates, strides, gate, C),)
+        if IS_ONE_PASS:
+            prepared = prepare_tokens(packet, keys, tl.arange(0, A), gates, strides, gate, C)
         for strip in range(STRIPS):
             place = tile_pointers(state_ptr, keys, values, state_k, state_v, STATE_UNIT, AXIS)
             S = tl.load(place)
@@ -143,18 +142,18 @@ def decode_strips_kernel(
                 # L2: the next tile of this program
                 prefetch_columns(state_ptr, A * B, state_v, A * B, LINES, STATE_UNIT)
             S = S.to(tl.float32)
-            v_at, o_at = v_ptr + values * v_v, o_ptr + values * o_v
-            at = tl.full([], 0, tl.int64)
-            for t in range(count):
-                q = tl.load(q_at + at * (q_t * UNIT)).to(tl.float32)
-                k = tl.load(k_at + at * (k_t * UNIT)).to(tl.float32)
-                v = tl.load(v_at + at * v_t).to(tl.float32)
-                token = pick_token(prepared, t, A, SCALARS)
-                S, o = advance_prepared(S, q, k, v, token, scale, C)
-                if ROUND:
-                    S = S.to(state_ptr.dtype.element_ty).to(tl.float32)
-                tl.store(o_at + at * o_t, o.to(o_ptr.dtype.element_ty))
-                at += 1
+            tokens = Tokens(
+                q_at, k_at, v_ptr + values * v_v, None, None, q_t * UNIT, k_t * UNIT, v_t, 0, 0, None
+            )
+            o_at = o_ptr + values * o_v
+            if IS_ONE_PASS:
+                S = run_tokens(S, prepared, 0, count, tokens, (o_at, o_t), scale, C)
+            else:
+                # more tokens than groups of lanes: their scalars would not fit into registers
+                for part in range(0, count, A):
+                    passed = prepare_tokens(packet, keys, part + tl.arange(0, A), gates, strides, gate, C)
+                    end = tl.minimum(part + A, count)
+                    S = run_tokens(S, passed, part, end, tokens, (o_at, o_t), scale, C)
             if WRITE == "final":  # noqa: SIM102 - a constant, and what only then is compiled
                 if is_written:
                     tl.store(place + to_target, S.to(state_ptr.dtype.element_ty))
@@ -197,16 +196,30 @@ def prepare_tokens(packet, keys, tokens, gates, strides, gate, C: tl.constexpr):
 
 
 @jit
-def pick_token(prepared, t, A: tl.constexpr, COUNT: tl.constexpr):
-    """Return the COUNT scalars of token t of what `prepare_tokens` returned, from another group of lanes."""
-    is_lane = (tl.arange(0, A) == t % A)[:, None]
+def run_tokens(S, prepared, start, end, tokens, output, scale, C: tl.constexpr):
+    """Advance a tile S by the tokens from `start` to `end`, which are in `prepared`; store o of each."""
+    o_at, o_t = output
+    at = tl.full([], 0, tl.int64) + start
+    lanes = start + tl.arange(0, C.A)  # the token of each group of lanes
+    for t in range(start, end):
+        q = tl.load(tokens.q_ptr + at * tokens.q_t).to(tl.float32)
+        k = tl.load(tokens.k_ptr + at * tokens.k_t).to(tl.float32)
+        v = tl.load(tokens.v_ptr + at * tokens.v_t).to(tl.float32)
+        S, o = advance_prepared(S, q, k, v, pick_token(prepared, lanes == t), scale, C)
+        if C.ROUND:
+            S = S.to(C.STORED).to(tl.float32)
+        tl.store(o_at + at * o_t, o.to(o_at.dtype.element_ty))
+        at += 1
+    return S
+
+
+@jit
+def pick_token(prepared, is_token):
+    """Return the scalars of one token of what `prepare_tokens` returned, from its group of lanes."""
     outputs = ()
-    for i in tl.static_range(COUNT):
-        x = prepared[0][i]
-        for part in tl.static_range(1, len(prepared)):
-            x = tl.where(t // A == part, prepared[part][i], x)
+    for i in tl.static_range(len(prepared)):
         # of bits: a sum with zeros would lose the sign of -0
-        bits = tl.xor_sum(tl.where(is_lane, x.to(tl.int32, bitcast=True), 0), 0)
+        bits = tl.xor_sum(tl.where(is_token[:, None], prepared[i].to(tl.int32, bitcast=True), 0), 0)
         outputs = outputs + (bits.to(tl.float32, bitcast=True)[None, :],)
     return outputs
 
@@ -258,7 +271,7 @@ def in_strips(one: Launch, p: DecodeProblem, tile: StateTile, num_states: int) -
         strips *= 2
     if num_states * p.V // columns <= places // 2 or p.V % columns:
         return one
-    own = {"STRIPS": strips, "PASSES": -(-longest(p) // tile.constants()["A"]), "SCALARS": 5}
+    own = {"STRIPS": strips, "IS_ONE_PASS": longest(p) <= tile.constants()["A"]}
     constants = {**one.constants, **tile.constants(), **own}
     options = {**one.options, "maxnreg": REGISTERS}
     grid = rows * (p.V // (columns * strips))
