@@ -42,11 +42,12 @@ MODULES = {"packet": packet, "strips": decode_strips}
 
 @dataclass(frozen=True)
 class Candidate:
-    """Hold a way to launch: values of module constants, by "module.NAME", and sizes of a packet's tiles."""
+    """Hold a way to launch: values of constants, by "module.NAME", sizes of a packet's tiles, registers."""
 
     name: str
     values: Mapping[str, Any] = field(default_factory=dict)
     sizes: Mapping[str, int] = field(default_factory=dict)
+    registers: int | None = None  # maxnreg
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -75,6 +76,9 @@ class Candidate:
         """Return the launches of a call with their tensors, and what the call returns."""
         with self.active(), launch.record_launches([]) as launches:
             results = bound.run()
+        for one, _ in launches:
+            if self.registers is not None:
+                one.options = {**one.options, "maxnreg": self.registers}
         return launches, results
 
 
@@ -112,32 +116,32 @@ LONG = [
     Candidate("16x2, 8 strips both", {"packet.FETCHED_STRIPS": 8} | BOTH, NARROW),
 ]  # fmt: skip
 SHORT = [
-    NOW,
-    Candidate("4 strips", ALL),
-    Candidate("8 strips", {"packet.FETCHED_STRIPS": 8}),
-    Candidate("ahead", AHEAD),
-    APART,
-    Candidate("ahead apart", AHEAD | split("bf16 apart")),
-]
+    NOW, Candidate("4 strips", ALL), Candidate("8 strips", {"packet.FETCHED_STRIPS": 8}),
+    Candidate("ahead", AHEAD), TRANSPOSED, APART, Candidate("ahead transposed", AHEAD | TRANSPOSED.values),
+]  # fmt: skip
 SINGLES = STRIPS | {"strips.HAS_SINGLE": True}
 ROWS = {
     "B=1 T=4 fp32 chunk final": [*TO_DECODE[:2], APART],
-    "B=1 T=4 bf16 chunk final": [NOW, APART],
+    "B=1 T=4 bf16 chunk final": [NOW, TRANSPOSED, APART],
     "B=8 T=4 fp32 chunk final": [*TO_DECODE, APART],
     "B=8 T=4 fp32 final": [*IN_STRIPS[:2], Candidate("strips 8", STRIPS | {"strips.FP32_TILES": 1})],
     "B=8 T=4 bf16 final": IN_STRIPS[:2],
     "B=8 T=1 fp32 decode": [
         NOW, Candidate("2 strips", SINGLES | {"strips.FP32_TILES": 1}), Candidate("16 columns", SINGLES)
     ],
-    "B=8 T=4 bf16 chunk": [NOW, APART],
-    "B=8 T=16 bf16 chunk": [NOW, TRANSPOSED, APART, Candidate("both", BOTH)],
+    "B=8 T=4 bf16 chunk": [NOW, APART, Candidate("112 registers", registers=112)],
+    # ten programs an SM for eight: some of the next launch are resident before this one ends
+    "B=8 T=16 bf16 chunk": [
+        NOW, TRANSPOSED, APART, Candidate("both", BOTH), Candidate("200 registers", registers=200),
+        Candidate("200, transposed", TRANSPOSED.values, registers=200),
+    ],
     "B=8 T=4 bf16 replay": [
         NOW, Candidate("past", PAST), APART, Candidate("past apart", PAST | split("bf16 apart"))
     ],
     "B=64 T=4 bf16 final": IN_STRIPS, "B=64 T=16 bf16 final": IN_STRIPS[:3], "B=64 T=4 fp32 final": IN_STRIPS,
     "B=64 T=4 fp32 chunk final": TO_DECODE,
-    "B=64 T=16 bf16 chunk": LONG, "B=64 T=4 bf16 replay": [SHORT[0], *SHORT[2:4], APART],
-    "B=64 T=4 bf16 chunk": SHORT[:5],
+    "B=64 T=16 bf16 chunk": LONG,
+    "B=64 T=4 bf16 replay": [*SHORT[:3], *SHORT[4:6]], "B=64 T=4 bf16 chunk": [*SHORT[:3], *SHORT[4:6]],
     "B=128 T=4 bf16 final": IN_STRIPS[:3], "B=128 T=4 fp32 final": IN_STRIPS[:3],
     "B=128 T=4 bf16 replay": SHORT, "B=128 T=4 bf16 chunk": SHORT, "B=128 T=16 bf16 chunk": LONG,
 }  # fmt: skip

@@ -263,27 +263,24 @@ def solve_packet(XK, QQ, high, low, beta, scale, C: tl.constexpr):
     # A, its inverse and P are 16 x 16 in the registers of one warp
     A = XK[PARTS - 1] * D * (beta * row_scales[PARTS - 1])[:, None] * row_scales[PARTS - 1][None, :]
     A = tl.where(is_k[None, :] & (j < i), A, 0.0)
-    IS_TRANSPOSED: tl.constexpr = PARTS == 2 and (
-        C.FP32_PRECISION == "bf16, transposed" or C.FP32_PRECISION == "bf16 apart, transposed"
-    )
-    if IS_TRANSPOSED:
-        # k k^T is symmetric, so A^T is made of it in the lanes of A
+    if C.FP32_PRECISION == "bf16, transposed" or C.FP32_PRECISION == "bf16 apart, transposed":
+        # the products of keys are symmetric, so A^T is made of them in the lanes of A
         D_t = decay(high[:, None], low[:, None], high[None, :], low[None, :])
-        A_t = XK[1] * D_t * (beta * row_scales[1])[None, :] * row_scales[1][:, None]
-        A_inv, A_inv_t = invert_with_transpose(A, tl.where(i < j, A_t, 0.0), C.LEVELS, C.FP32_PRECISION)
+        A_t = XK[PARTS - 1] * D_t * (beta * row_scales[PARTS - 1])[None, :] * row_scales[PARTS - 1][:, None]
+        A_t = tl.where(is_k[:, None] & (i < j), A_t, 0.0)
+        A_inv, A_inv_t = invert_with_transpose(A, A_t, C.LEVELS, C.FP32_PRECISION)
+        right = tl.trans(A_inv_t)
     else:
         A_inv = invert_unit_lower(A, C.LEVELS, C.FP32_PRECISION)
+        right = A_inv
     P = XK[0] * D * row_scales[PARTS - 1][None, :]
     if PARTS == 2:
-        if IS_TRANSPOSED:
-            W = dot_precise(tl.where(j <= i, P, 0.0), tl.trans(A_inv_t), None, C.FP32_PRECISION)
-        else:
-            W = dot_precise(tl.where(j <= i, P, 0.0), A_inv, None, C.FP32_PRECISION)
+        W = dot_precise(tl.where(j <= i, P, 0.0), right, None, C.FP32_PRECISION)
         return (W * row_scales[0][:, None], A_inv * row_scales[1][:, None]), row_scales
     else:
         # in q's columns, where r is zero, A_inv is the identity
         P = tl.where(is_k[None, :] & (j <= i + C.BT) & (i < C.BT), P, 0.0)
-        return (dot_precise(P, A_inv, A_inv, C.FP32_PRECISION) * row_scales[0][:, None],), row_scales
+        return (dot_precise(P, right, A_inv, C.FP32_PRECISION) * row_scales[0][:, None],), row_scales
 
 
 @jit
