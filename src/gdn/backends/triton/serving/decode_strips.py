@@ -200,12 +200,11 @@ def run_tokens(S, prepared, start, end, tokens, output, scale, C: tl.constexpr):
     """Advance a tile S by the tokens from `start` to `end`, which are in `prepared`; store o of each."""
     o_at, o_t = output
     at = tl.full([], 0, tl.int64) + start
-    lanes = start + tl.arange(0, C.A)  # the token of each group of lanes
     for t in range(start, end):
         q = tl.load(tokens.q_ptr + at * tokens.q_t).to(tl.float32)
         k = tl.load(tokens.k_ptr + at * tokens.k_t).to(tl.float32)
         v = tl.load(tokens.v_ptr + at * tokens.v_t).to(tl.float32)
-        S, o = advance_prepared(S, q, k, v, pick_token(prepared, lanes == t), scale, C)
+        S, o = advance_prepared(S, q, k, v, pick_token(prepared, t - start, C.A), scale, C)
         if C.ROUND:
             S = S.to(C.STORED).to(tl.float32)
         tl.store(o_at + at * o_t, o.to(o_at.dtype.element_ty))
@@ -214,13 +213,12 @@ def run_tokens(S, prepared, start, end, tokens, output, scale, C: tl.constexpr):
 
 
 @jit
-def pick_token(prepared, is_token):
-    """Return the scalars of one token of what `prepare_tokens` returned, from its group of lanes."""
+def pick_token(prepared, lane, A: tl.constexpr):
+    """Return the scalars [A, 1] of one token of what `prepare_tokens` returned, from its group of lanes."""
     outputs = ()
+    index = tl.zeros([A, 1], tl.int32) + lane
     for i in tl.static_range(len(prepared)):
-        # of bits: a sum with zeros would lose the sign of -0
-        bits = tl.xor_sum(tl.where(is_token[:, None], prepared[i].to(tl.int32, bitcast=True), 0), 0)
-        outputs = outputs + (bits.to(tl.float32, bitcast=True)[None, :],)
+        outputs = outputs + (tl.gather(prepared[i], index, 0),)
     return outputs
 
 
