@@ -2,10 +2,10 @@
 """Decode rows of several tokens strip by strip: a program takes several tiles of a state, one after another.
 
 `decode` gives each tile of 8 or 16 value columns a program of its own, so eight or sixteen programs compute
-the same gates, norms and <q, k> of each token: a fifth of their instructions (sm_90), and many rows are bound
-by instructions, not by HBM. Here a program computes them once. Each group of lanes that holds other columns
-of the state takes another token, so one pass is for as many tokens as there are groups. Sums have the order
-of `decode`, so no bit differs.
+the same gates, norms and <q, k> of each token: a quarter of their instructions (sm_90), and many rows are
+bound by instructions, not by HBM. Here a program computes them once. Each group of lanes that holds other
+columns of the state takes another token, so one pass is for as many tokens as there are groups. Sums have
+the order of `decode`, so no bit differs.
 """
 
 from collections.abc import Mapping
@@ -13,9 +13,10 @@ from dataclasses import replace
 from typing import Any
 
 import triton.language as tl
+from torch._subclasses.functional_tensor import FunctionalTensor
 
 from gdn.backends.triton.launch import Launch, jit, kernel, machine
-from gdn.backends.triton.launch.pdl import launch_dependents, wait_previous
+from gdn.backends.triton.launch.pdl import ON_GPU, launch_dependents, wait_previous
 from gdn.backends.triton.lib import activate_beta
 from gdn.backends.triton.serving.packet_lib import load_slot
 from gdn.backends.triton.serving.recurrent_lib import (
@@ -141,7 +142,7 @@ def decode_strips_kernel(
             if (AHEAD > 0) & (strip + 1 < STRIPS):
                 # L2: the next tile of this program
                 prefetch_columns(state_ptr, A * B, state_v, A * B, LINES, STATE_UNIT)
-            S = S.to(tl.float32)
+            S = to_fp32(S)
             tokens = Tokens(
                 q_at, k_at, v_ptr + values * v_v, None, None, q_t * UNIT, k_t * UNIT, v_t, 0, 0, None
             )
@@ -174,8 +175,8 @@ def prepare_tokens(packet, keys, tokens, gates, strides, gate, C: tl.constexpr):
     if not C.DENSE:
         q_keys, k_keys = keys * packet.q_k, keys * packet.k_k
     has_key = is_token[:, None, None, None]
-    q = tl.load(packet.q_ptr + (rows * packet.q_t + q_keys), mask=has_key, other=0.0).to(tl.float32)
-    k = tl.load(packet.k_ptr + (rows * packet.k_t + k_keys), mask=has_key, other=0.0).to(tl.float32)
+    q = to_fp32(tl.load(packet.q_ptr + (rows * packet.q_t + q_keys), mask=has_key, other=0.0))
+    k = to_fp32(tl.load(packet.k_ptr + (rows * packet.k_t + k_keys), mask=has_key, other=0.0))
     qk = inner_product(q, k)
     k_rstd, q_rstd = tl.full(qk.shape, 1.0, tl.float32), tl.full(qk.shape, 1.0, tl.float32)
     if C.NORM:
@@ -201,8 +202,8 @@ def run_tokens(S, prepared, start, end, tokens, output, scale, C: tl.constexpr):
     o_at, o_t = output
     at = tl.full([], 0, tl.int64) + start
     for t in range(start, end):
-        q = tl.load(tokens.q_ptr + at * tokens.q_t).to(tl.float32)
-        k = tl.load(tokens.k_ptr + at * tokens.k_t).to(tl.float32)
+        q = to_fp32(tl.load(tokens.q_ptr + at * tokens.q_t))
+        k = to_fp32(tl.load(tokens.k_ptr + at * tokens.k_t))
         v = tl.load(tokens.v_ptr + at * tokens.v_t).to(tl.float32)
         S, o = advance_prepared(S, q, k, v, pick_token(prepared, t - start, C.A), scale, C)
         if C.ROUND:
@@ -210,6 +211,22 @@ def run_tokens(S, prepared, start, end, tokens, output, scale, C: tl.constexpr):
         tl.store(o_at + at * o_t, o.to(o_at.dtype.element_ty))
         at += 1
     return S
+
+
+@jit
+def to_fp32(x):
+    """Return x in fp32; of two bf16 in a register each takes one instruction, where ptxas takes three."""
+    if ON_GPU and x.dtype == tl.bfloat16:
+        return tl.inline_asm_elementwise(
+            "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;",
+            "=r,=r,r",
+            [x],
+            dtype=tl.float32,
+            is_pure=True,
+            pack=2,
+        )
+    else:
+        return x.to(tl.float32)
 
 
 @jit
@@ -257,7 +274,9 @@ def in_strips(one: Launch, p: DecodeProblem, tile: StateTile, num_states: int) -
     A program takes as many tiles as leave one program for each place on the SMs.
     """
     gpu = machine(p.q.device)
-    if not IN_USE or gpu.kind != "cuda" or not supports_strips(p, tile, one.constants):
+    # a trace takes no inline assembly
+    is_traced = isinstance(p.q, FunctionalTensor)
+    if not IN_USE or is_traced or gpu.kind != "cuda" or not supports_strips(p, tile, one.constants):
         return one
     rows = one.grid // tile.blocks(p.V)
     if p.state.element_size() == 4:
