@@ -35,9 +35,9 @@ from gdn.backends.triton.launch import (
 from gdn.backends.triton.launch.pdl import launch_dependents, pdl_options, supports_pdl, wait_previous
 from gdn.backends.triton.lib import column_mask
 from gdn.backends.triton.serving import packet
-from gdn.backends.triton.serving.decode_strips import in_strips
+from gdn.backends.triton.serving.decode_strips import in_strips, length_key, strips_num_states
 from gdn.backends.triton.serving.gates import gate_layout
-from gdn.backends.triton.serving.packet import index_strides, max_row_tokens, supports_packet
+from gdn.backends.triton.serving.packet import index_strides, supports_packet
 from gdn.backends.triton.serving.packet_lib import load_slot
 from gdn.backends.triton.serving.pool_lib import (
     load_scales,
@@ -305,13 +305,13 @@ def decode(problem: DecodeProblem) -> CachedDecode | None:
 def _first(p: DecodeProblem) -> CachedDecode:
     one, tensors = plan_launch(p), launch_tensors(p)
     others = lambda: [(other, tensors) for other in launches_of_other_sizes(p)]  # noqa: E731
-    compile_ahead(p.q.device, one.binary_key(tensors), others)
+    compile_ahead(p.q.device, (one.binary_key(tensors), length_key(p)), others)
     return CachedDecode(one, p.q.device)
 
 
 def _trace(one: Launch, tensors: tuple[Tensor | None, ...]) -> None:
     """Trace the launch into a graph, without the options of PDL and of loads, which need inline assembly."""
-    assembly = ("PDL", "AHEAD", "LOADS_FIRST", "HOLDS", "FETCHED", "EARLY_PAST")
+    assembly = ("PDL", "AHEAD", "LOADS_FIRST", "HOLDS", "FETCHED")
     plain = {name: type(x)() if name in assembly else x for name, x in one.constants.items()}
     wrapped = torch.library.wrap_triton(one.kernel)[(one.grid,)]
     wrapped(*tensors, *one.scalars, **plain, num_warps=one.num_warps, num_stages=one.num_stages)
@@ -331,14 +331,14 @@ def _key(p: DecodeProblem) -> Hashable:
     return (
         *(None if x is None else (x.shape, x.stride(), x.dtype) for x in launch_tensors(p)),
         p.q.device, p.scale, p.lower_bound, p.use_qk_l2norm_in_kernel, p.allow_neg_eigval, p.write,
-        p.null_slot, p.round_state, p.state_v_first, p.exact_packet or max_row_tokens(p),
+        p.null_slot, p.round_state, p.state_v_first, *length_key(p),
     )  # fmt: skip
 
 
 def launches_of_other_sizes(p: DecodeProblem) -> list[Launch]:
     """Return the launches for few and for many rows: other numbers of rows and heads use these binaries."""
-    sizes = packet.sample_num_states(machine(p.q.device))
-    return [plan_launch(p, num_states=num_states) for num_states in sizes]
+    sizes = {*packet.sample_num_states(machine(p.q.device)), *strips_num_states(p)}
+    return [plan_launch(p, num_states=num_states) for num_states in sorted(sizes)]
 
 
 def plan_launch(p: DecodeProblem, starts: Sequence[int] = (0, 0, 0), num_states: int | None = None) -> Launch:

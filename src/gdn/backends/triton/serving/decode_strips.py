@@ -5,19 +5,20 @@
 the same gates, norms and <q, k> of each token: a quarter of their instructions (sm_90), and many rows are
 bound by instructions, not by HBM. Here a program computes them once. Each group of lanes that holds other
 columns of the state takes another token, so one pass is for as many tokens as there are groups. Sums have
-the order of `decode`, so no bit differs.
+the order of `decode`, so no bit differs. `decode` uses it for rows of 2 to 16 tokens that write at most the
+last state, where there are programs for half of the places on the SMs.
 """
 
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
+import torch
 import triton.language as tl
 from torch._subclasses.functional_tensor import FunctionalTensor
 
 from gdn.backends.triton.launch import Launch, jit, kernel, machine
 from gdn.backends.triton.launch.pdl import ON_GPU, launch_dependents, wait_previous
 from gdn.backends.triton.lib import activate_beta
+from gdn.backends.triton.serving.packet import max_row_tokens
 from gdn.backends.triton.serving.packet_lib import load_slot
 from gdn.backends.triton.serving.recurrent_lib import (
     activate_decay,
@@ -44,12 +45,9 @@ from gdn.backends.triton.serving.structs import (
 )
 from gdn.problem import DecodeProblem
 
-IN_USE = False  # not timed on a GPU yet
-HAS_SINGLE = False  # rows of one token, too
 FP32_TILES = 2  # tiles of `decode` that make one tile here, on fp32 states
-MOST = 16  # tiles of a program
 REGISTERS = 128  # maxnreg: sixteen programs an SM
-LONGEST = 16  # tokens of a row
+LONGEST = 16  # tokens of a row; a row of one token has nothing to share, and is slower here
 
 
 @kernel
@@ -66,8 +64,8 @@ def decode_strips_kernel(
     K: tl.constexpr, V: tl.constexpr, A: tl.constexpr, J: tl.constexpr, B: tl.constexpr, W: tl.constexpr,
     R_FIRST: tl.constexpr, AXIS: tl.constexpr, KEPT_AXIS: tl.constexpr, DENSE: tl.constexpr,
     UNIT: tl.constexpr, STATE_UNIT: tl.constexpr, KEPT_UNIT: tl.constexpr, WRITE: tl.constexpr,
-    ROUND: tl.constexpr, NORM: tl.constexpr, NEGATIVE: tl.constexpr, IS_SINGLE: tl.constexpr,
-    PDL: tl.constexpr, AHEAD: tl.constexpr, HAS_NEXT: tl.constexpr, CHANNELS: tl.constexpr,
+    ROUND: tl.constexpr, NORM: tl.constexpr, NEGATIVE: tl.constexpr, PDL: tl.constexpr,
+    AHEAD: tl.constexpr, HAS_NEXT: tl.constexpr, CHANNELS: tl.constexpr,
     STRIPS: tl.constexpr, IS_ONE_PASS: tl.constexpr,
 ):  # fmt: skip
     """Run all tokens of a row as `decode_kernel` does, on STRIPS tiles of A * B value columns of its state.
@@ -254,42 +252,59 @@ def advance_prepared(S, q, k, v, token, scale, C: tl.constexpr):
     return tl.fma(k, (d * k_rstd)[:, None, :, None], S), o
 
 
-def supports_strips(p: DecodeProblem, tile: StateTile, constants: Mapping[str, Any]) -> bool:
-    """Return True if this kernel supports the decode: several tokens, whole tiles, at most the last state."""
+def supports_strips(p: DecodeProblem) -> bool:
+    """Return True if this kernel supports the decode: rows of 2 to 16 tokens that write at most one state."""
+    # a trace takes no inline assembly
+    if isinstance(p.q, FunctionalTensor) or machine(p.q.device).kind != "cuda" or p.K not in (64, 128):
+        return False
     is_plain = p.column_scale is None and p.intermediate is None and p.parent is None and p.write != "all"
-    is_plain &= not p.is_per_channel and p.lower_bound is None and constants["AXIS"] == "k"
-    is_whole = p.K in (64, 128) and p.V % (tile.R * tile.P) == 0
-    return is_plain and is_whole and (HAS_SINGLE or not constants["IS_SINGLE"]) and 0 < longest(p) <= LONGEST
+    is_plain &= not p.is_per_channel and p.lower_bound is None
+    return is_plain and 1 < (max_row_tokens(p) or 0) <= LONGEST
 
 
-def longest(p: DecodeProblem) -> int:
-    """Return the tokens of the longest row, or 0 if unknown."""
-    tokens = p.q.shape[1] if p.cu_seqlens is None else p.max_seqlen
-    return tokens if isinstance(tokens, int) else 0
+def most_strips(dtype: torch.dtype) -> int:
+    """Return the most tiles of a program on states of this dtype; on fp32 states these have 16 columns.
+
+    More are slower: last states of 4 tokens at B = 64, 32 heads of 128 x 128, in us (H200), with at most 2,
+    4 and 8 tiles: bf16 57.3, 56.3, 57.0; fp32 86.3, 95.1, 102.9. `decode_kernel` takes 70.4 and 96.8.
+    """
+    return 2 if dtype == torch.float32 else 4
+
+
+def strips_num_states(p: DecodeProblem) -> tuple[int, ...]:
+    """Return rows times heads that together take every binary of a decode that this kernel supports."""
+    if not supports_strips(p):
+        return ()
+    # tiles have 8, 16 or 32 columns: the most states that have half a program for each place, one, two, four
+    places = RESIDENT * machine(p.q.device).num_sms
+    return tuple(max(1, places * columns // p.V) for columns in (4, 8, 16, 32, 64, 128))
+
+
+def length_key(p: DecodeProblem) -> tuple[bool, int | None]:
+    """Return what a launch depends on of the longest row and of the packets that are allowed."""
+    longest = max_row_tokens(p)
+    return p.exact_packet, min(longest or 0, LONGEST + 1) if p.exact_packet else longest
 
 
 def in_strips(one: Launch, p: DecodeProblem, tile: StateTile, num_states: int) -> Launch:
-    """Return this kernel's launch for one of `decode_kernel`, or that one where a program has one tile.
+    """Return this kernel's launch for one of `decode_kernel`, or that one where few rows fill no GPU.
 
-    A program takes as many tiles as leave one program for each place on the SMs.
+    A program takes as many tiles as leave one program for each place on the SMs, up to `most_strips`.
     """
-    gpu = machine(p.q.device)
-    # a trace takes no inline assembly
-    is_traced = isinstance(p.q, FunctionalTensor)
-    if not IN_USE or is_traced or gpu.kind != "cuda" or not supports_strips(p, tile, one.constants):
+    if not supports_strips(p) or one.constants["AXIS"] != "k":
         return one
     rows = one.grid // tile.blocks(p.V)
-    if p.state.element_size() == 4:
+    if p.state.dtype == torch.float32:
         tile = replace(tile, P=tile.P * FP32_TILES)
-    columns, places, strips = tile.R * tile.P, RESIDENT * gpu.num_sms, 1
-    while strips < MOST and p.V % (2 * strips * columns) == 0:
+    columns, places, strips = tile.R * tile.P, RESIDENT * machine(p.q.device).num_sms, 1
+    if num_states * p.V // columns <= places // 2 or p.V % columns:
+        return one
+    while strips < most_strips(p.state.dtype) and p.V % (2 * strips * columns) == 0:
         if num_states * p.V // (strips * columns) <= places:
             break
         strips *= 2
-    if num_states * p.V // columns <= places // 2 or p.V % columns:
-        return one
-    own = {"STRIPS": strips, "IS_ONE_PASS": longest(p) <= tile.constants()["A"]}
+    own = {"STRIPS": strips, "IS_ONE_PASS": (max_row_tokens(p) or 0) <= tile.constants()["A"]}
     constants = {**one.constants, **tile.constants(), **own}
-    options = {**one.options, "maxnreg": REGISTERS}
-    grid = rows * (p.V // (columns * strips))
+    del constants["IS_SINGLE"]
+    grid, options = rows * (p.V // (columns * strips)), {**one.options, "maxnreg": REGISTERS}
     return Launch(decode_strips_kernel, grid, one.scalars, constants, one.num_warps, options=options)

@@ -19,12 +19,8 @@ import triton.language as tl
 
 from gdn.backends.triton.launch import jit
 from gdn.backends.triton.lib import column_mask, decay, dot, split_bf16
-from gdn.backends.triton.serving.packet_inverse import (
-    ROWS,
-    dot_precise,
-    invert_unit_lower,
-    invert_with_transpose,
-)
+
+ROWS = tl.constexpr(16)  # rows of an MMA on tensor cores
 
 
 @jit
@@ -116,6 +112,19 @@ def add_outer_product(S, k, u, AXIS: tl.constexpr, PRECISION: tl.constexpr):
         return dot_mixed(tl.trans(u), k, S, PRECISION)
     else:
         return dot_mixed(tl.trans(k), u, S, PRECISION)
+
+
+@jit
+def dot_precise(x, y, acc, FP32_PRECISION: tl.constexpr):
+    """Return x y + acc of fp32 operands; "bf16" is three MMAs of hi and lo halves, exact to 2^-16."""
+    if FP32_PRECISION == "bf16":
+        x_high, x_low = split_bf16(x, tl.bfloat16)
+        y_high, y_low = split_bf16(y, tl.bfloat16)
+        acc = dot(x_low, y_high, acc, "tf32")  # small terms first
+        acc = dot(x_high, y_low, acc, "tf32")
+        return dot(x_high, y_high, acc, "tf32")
+    else:
+        return dot(x, y, acc, FP32_PRECISION)
 
 
 @jit
@@ -262,25 +271,15 @@ def solve_packet(XK, QQ, high, low, beta, scale, C: tl.constexpr):
     _tokens, is_k = tokens_of_rows(PARTS - 1, C.BT)
     # A, its inverse and P are 16 x 16 in the registers of one warp
     A = XK[PARTS - 1] * D * (beta * row_scales[PARTS - 1])[:, None] * row_scales[PARTS - 1][None, :]
-    A = tl.where(is_k[None, :] & (j < i), A, 0.0)
-    if C.FP32_PRECISION == "bf16, transposed" or C.FP32_PRECISION == "bf16 apart, transposed":
-        # the products of keys are symmetric, so A^T is made of them in the lanes of A
-        D_t = decay(high[:, None], low[:, None], high[None, :], low[None, :])
-        A_t = XK[PARTS - 1] * D_t * (beta * row_scales[PARTS - 1])[None, :] * row_scales[PARTS - 1][:, None]
-        A_t = tl.where(is_k[:, None] & (i < j), A_t, 0.0)
-        A_inv, A_inv_t = invert_with_transpose(A, A_t, C.LEVELS, C.FP32_PRECISION)
-        right = tl.trans(A_inv_t)
-    else:
-        A_inv = invert_unit_lower(A, C.LEVELS, C.FP32_PRECISION)
-        right = A_inv
+    A_inv = invert_unit_lower(tl.where(is_k[None, :] & (j < i), A, 0.0), C.LEVELS, C.FP32_PRECISION)
     P = XK[0] * D * row_scales[PARTS - 1][None, :]
     if PARTS == 2:
-        W = dot_precise(tl.where(j <= i, P, 0.0), right, None, C.FP32_PRECISION)
+        W = dot_precise(tl.where(j <= i, P, 0.0), A_inv, None, C.FP32_PRECISION)
         return (W * row_scales[0][:, None], A_inv * row_scales[1][:, None]), row_scales
     else:
         # in q's columns, where r is zero, A_inv is the identity
         P = tl.where(is_k[None, :] & (j <= i + C.BT) & (i < C.BT), P, 0.0)
-        return (dot_precise(P, right, A_inv, C.FP32_PRECISION) * row_scales[0][:, None],), row_scales
+        return (dot_precise(P, A_inv, A_inv, C.FP32_PRECISION) * row_scales[0][:, None],), row_scales
 
 
 @jit
@@ -354,6 +353,22 @@ def store_outputs(strip, outputs, count, C: tl.constexpr):
     ]
     o_at = row_pointers(strip.ptr, tokens, strip.vs, strip.inner, strip.outer, C.UNIT, C.DENSE, C.NEAR)
     tl.store(o_at, outputs[0].to(strip.ptr.dtype.element_ty), mask=mask)
+
+
+@jit
+def invert_unit_lower(A, LEVELS: tl.constexpr, FP32_PRECISION: tl.constexpr):
+    """Return (I + A)^-1 by doubling, as in `tril`, of blocks of 2^LEVELS rows; A is zero beyond them."""
+    i = tl.arange(0, ROWS)[:, None]
+    j = tl.arange(0, ROWS)[None, :]
+    X = tl.where(i == j, 1.0, 0.0)
+    if LEVELS > 0:  # the first doubling needs no MMA
+        X = tl.where((i ^ j) == 1, -A, X)
+    for level in tl.static_range(1, LEVELS):
+        L = tl.where((i ^ j) >> level == 1, A, 0.0)
+        X -= dot_precise(
+            dot_precise(X, L, None, FP32_PRECISION), X, None, FP32_PRECISION
+        )  # 16 x 16 MMAs by one warp
+    return X
 
 
 @jit

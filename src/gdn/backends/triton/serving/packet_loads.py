@@ -13,11 +13,9 @@ from gdn.backends.triton.lib import activate_beta, softplus
 from gdn.backends.triton.serving.packet_lib import (
     load_operands,
     load_parts,
-    load_slot,
     multiply_strip,
     output_strip_pointers,
 )
-from gdn.backends.triton.serving.recurrent_lib import divide, locate_program, prefetch_columns
 
 
 @jit
@@ -143,51 +141,3 @@ def multiply_held(X, S, C: tl.constexpr):
         return multiply_strip(X, tl.trans(S), C)
     else:
         return multiply_strip(X, S, C)
-
-
-@jit
-def prefetch_rows(ptr, stride, count, ROWS: tl.constexpr, SIZE: tl.constexpr):
-    """Prefetch the first `count` of up to ROWS rows of SIZE elements, `stride` elements apart, into L2."""
-    LINE: tl.constexpr = 128 * 8 // ptr.dtype.element_ty.primitive_bitwidth
-    LINES: tl.constexpr = (SIZE + LINE - 1) // LINE
-    rows = tl.minimum(tl.arange(0, ROWS), count - 1).to(tl.int64) * stride
-    pointers = ptr + (rows[:, None] + tl.arange(0, LINES)[None, :] * LINE)
-    if ON_GPU:
-        tl.inline_asm_elementwise(
-            "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
-            "=r,l",
-            [pointers],
-            dtype=tl.int32,
-            is_pure=False,
-            pack=1,
-        )
-
-
-@jit
-def locate_next(tokens, pool, slots, heads, N, C: tl.constexpr, AHEAD: tl.constexpr):
-    """Return pointers to q, k, v and the state of the program AHEAD ids later, and its slot, -1 if none.
-
-    tokens: pointer, row and head stride of each of q, k and v; pool: pointer, strides of slot, ring and head;
-    heads: HV and the constants that divide by it and by the value heads of a key head.
-    """
-    HV, HV_magic, HV_s, ratio_magic, ratio_s = heads
-    q_ptr, q_b, q_h, k_ptr, k_b, k_h, v_ptr, v_b, v_h = tokens
-    state_ptr, state_n, state_r, state_h = pool
-    n, head, _ = locate_program(HV, HV_magic, HV_s, 1, AHEAD)
-    slot, entry = load_slot(n, N, slots)
-    key_head = divide(head, ratio_magic, ratio_s)
-    q_ptr += (n * q_b + key_head * q_h) * C.UNIT
-    k_ptr += (n * k_b + key_head * k_h) * C.UNIT
-    v_ptr += (n * v_b + head * v_h) * C.UNIT
-    state_ptr += (slot * state_n + entry * state_r + head.to(tl.int64) * state_h) * C.STATE_UNIT
-    return q_ptr, k_ptr, v_ptr, state_ptr, tl.where(n < N, slot, -1)
-
-
-@jit
-def prefetch_next(then, strides, v_stride, count, C: tl.constexpr, FETCHED: tl.constexpr):
-    """Prefetch into L2 what the program loads first that takes this one's place: tokens, FETCHED columns."""
-    LINES: tl.constexpr = C.K * then[3].dtype.element_ty.primitive_bitwidth // (8 * 128)
-    prefetch_rows(then[0], strides[0] * C.UNIT, count, C.BT, C.K)
-    prefetch_rows(then[1], strides[1] * C.UNIT, count, C.BT, C.K)
-    prefetch_rows(then[2], strides[2] * C.UNIT, count, C.BT, C.V)
-    prefetch_columns(then[3], 0, v_stride, FETCHED, LINES, C.STATE_UNIT)

@@ -61,9 +61,6 @@ from gdn.backends.triton.serving.packet_lib import (
 from gdn.backends.triton.serving.packet_loads import (
     load_packet,
     load_strip,
-    locate_next,
-    prefetch_next,
-    prefetch_rows,
     sum_gates,
     use_parts_here,
 )
@@ -104,7 +101,6 @@ def replay_kernel(
     PAST_UNIT: tl.constexpr, NORM: tl.constexpr, NEGATIVE: tl.constexpr, LEVELS: tl.constexpr,
     PRECISION: tl.constexpr, FP32_PRECISION: tl.constexpr, RESET: tl.constexpr, PDL: tl.constexpr,
     LOADS_FIRST: tl.constexpr, HOLDS: tl.constexpr, FETCHED: tl.constexpr, IS_LONG: tl.constexpr,
-    AHEAD: tl.constexpr, EARLY_PAST: tl.constexpr,
 ):  # fmt: skip
     # S_t = e^(G_t) S + sum_j e^(G_t - G_j) k_j u_j^T, then o and u of the packet as in `packet`.
     # Program (row, head, block): STRIPS strips of BV value columns; grid: (N, + 1 if packed) * HV * blocks; 1
@@ -122,14 +118,7 @@ def replay_kernel(
         launch_dependents_then_wait()
     n, head, block = locate_program(HV, HV_magic, HV_s, (V + BV * STRIPS - 1) // (BV * STRIPS))
     first, count = token_range(cu_seqlens_ptr, n, N, T)
-    slots_read = Slots(read_index_ptr, None, None, read_n, 0, 0, 0, 1, 1)
-    slot, _ = load_slot(n, N, slots_read)
-    if AHEAD > 0:
-        # the program that takes this one's place; its slot is loaded beside this one's
-        then = locate_next(
-            (q_ptr, q_b, q_h, k_ptr, k_b, k_h, v_ptr, v_b, v_h), (state_ptr, state_n, 0, state_h), slots_read,
-            (HV, HV_magic, HV_s, ratio_magic, ratio_s), N, C, AHEAD,
-        )  # fmt: skip
+    slot, _ = load_slot(n, N, Slots(read_index_ptr, None, None, read_n, 0, 0, 0, 1, 1))
     key_head = divide(head, ratio_magic, ratio_s)
     o_ptr += (n * o_b + first * o_t + head * o_h) * UNIT
     q_ptr += (n * q_b + first * q_t + key_head * q_h) * UNIT
@@ -152,13 +141,6 @@ def replay_kernel(
         if FETCHED > 0:
             LINES: tl.constexpr = K * state_ptr.dtype.element_ty.primitive_bitwidth // (8 * 128)
             prefetch_columns(state_ptr, block * (STRIPS * BV), state_v, FETCHED, LINES, STATE_UNIT)
-        if EARLY_PAST:
-            # L2: the first places of the history, used or not, on their way beside the cursor
-            past_at = k_history_ptr + (slot * past_n + key_head * past_h) * PAST_UNIT
-            prefetch_rows(past_at, past_p * PAST_UNIT, places, BP, K)
-            past_at = u_history_ptr + (slot * u_n + head * u_h) * PAST_UNIT + block * (STRIPS * BV)
-            prefetch_rows(past_at, u_p * PAST_UNIT, places, BP, STRIPS * BV)
-            prefetch_rows(G_history_ptr + slot * G_n + head * G_h, G_p, places, BP, 1)
         # the history of the slot starts at place 0; the packet is appended at `base`
         base = tl.load(cursor_ptr + slot * cursor_n).to(tl.int64)
         held, past = (), ()
@@ -195,10 +177,6 @@ def replay_kernel(
         new = base + tokens
         is_kept = is_k & (tokens < count) & (new < places)
         solved = (X, W, row_scales, beta_rows, Sums(high, low), None)
-        if AHEAD > 0:  # noqa: SIM102 - a constant, and what only then is compiled
-            if (then[4] >= lowest) & (then[4] < slots):
-                # while this program waits for its own strips
-                prefetch_next(then, (q_t, k_t, v_t), state_v, T, C, FETCHED)
         scales = ColumnScales(None, None, None, None, None)
         tensors = (v, state, scales, Strip(o_ptr, None, None, o_t, o_v), held, past)
         # with space left for a packet, a history mostly has at most PASTS * BP places
