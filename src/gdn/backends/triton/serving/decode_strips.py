@@ -280,10 +280,9 @@ def strips_num_states(p: DecodeProblem) -> tuple[int, ...]:
     return tuple(max(1, places * columns // p.V) for columns in (4, 8, 16, 32, 64, 128))
 
 
-def length_key(p: DecodeProblem) -> tuple[bool, int | None]:
-    """Return what a launch depends on of the longest row and of the packets that are allowed."""
-    longest = max_row_tokens(p)
-    return p.exact_packet, min(longest or 0, LONGEST + 1) if p.exact_packet else longest
+def length_key(p: DecodeProblem) -> tuple[bool, int]:
+    """Return what a launch depends on of the longest row, and whether packets may be rounded otherwise."""
+    return p.exact_packet, min(max_row_tokens(p) or 0, LONGEST + 1)
 
 
 def in_strips(one: Launch, p: DecodeProblem, tile: StateTile, num_states: int) -> Launch:
