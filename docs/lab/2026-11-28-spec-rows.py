@@ -4,6 +4,8 @@
     PYTHONPATH=src:benchmarks python docs/lab/2026-11-28-spec-rows.py --only "chunk"
     TRITON_INTERPRET=1 PYTHONPATH=src:benchmarks:tests python docs/lab/2026-11-28-spec-rows.py --pretend
 
+It runs with commit ce94cda: most candidates are gone, and others in use.
+
 A candidate is a set of values of module constants of `serving/packet.py` and `serving/decode_strips.py`. The
 table has for each row the us of the code in use, of each candidate, and FlashInfer's recorded time over the
 best; times are from CUDA graphs that run in turn (`gdn_bench.timing.graph`). `=` after a time: o and states
