@@ -88,16 +88,16 @@ def slots(N):
     return torch.arange(N, dtype=torch.int32)
 
 
-def tokens(N, T, H, HV, is_packed=False):
+def tokens(N, T, H, HV, is_packed=False, pool=torch.float32):
     rows = (1, N * T) if is_packed else (N, T)
     x = rows_of(*rows, K=128, V=128, H=H, HV=HV, dtype=torch.bfloat16, raw=True)
     if is_packed:
         x |= {"cu_seqlens": slots(N + 1) * T, "max_seqlen": T}
-    return x | {"state": pool_of(N, HV=HV, K=128, V=128), "backend": "triton"}
+    return x | {"state": pool_of(N, HV=HV, K=128, V=128, dtype=pool), "backend": "triton"}
 
 
-def decode_call(N, T, H, HV, is_packed=False, **options):
-    x = tokens(N, T, H, HV, is_packed)
+def decode_call(N, T, H, HV, is_packed=False, pool=torch.float32, **options):
+    x = tokens(N, T, H, HV, is_packed, pool)
     return lambda: api.decode(**x, read_index=slots(N), **options)
 
 
@@ -149,7 +149,10 @@ def conv_call(N, T, *_):
 OTHERS = {
     "decode": decode_call,
     "decode packed": partial(decode_call, is_packed=True),
+    "decode of bf16 states": partial(decode_call, pool=torch.bfloat16),
     "chunk form": partial(decode_call, exact_packet=False),
+    "chunk form, bf16 states": partial(decode_call, exact_packet=False, pool=torch.bfloat16),
+    "chunk form of 6 tokens": lambda N, T, H, HV: decode_call(N, 2 * T, H, HV, exact_packet=False),
     "replay": replay_call,
     "prefill": prefill_call,
     "recurrence": recurrence_call,
@@ -163,7 +166,7 @@ PACKETS = [(1, 3, 1, 1), (3, 3, 16, 32), (60, 3, 4, 8), (300, 3, 1, 1), (9, 3, 4
 @pytest.mark.parametrize("target", ["cuda:90", "hip:gfx942"])
 @pytest.mark.parametrize("name", OTHERS)
 def test_others(record_kinds, name, target):
-    sizes = PACKETS if name in ("decode", "decode packed", "chunk form", "replay") else SIZES
+    sizes = PACKETS if name.startswith(("decode", "chunk form", "replay")) else SIZES
     calls = [OTHERS[name](*size) for size in sizes]
     ahead, launched = record_kinds(calls[0], target)
     compiled = launched.union(*ahead.values())

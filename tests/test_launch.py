@@ -627,7 +627,7 @@ def test_a_second_device_before_the_current_one(monkeypatch):
         pytest.skip("one CUDA device")
     monkeypatch.setattr(precompile, "_compiled_kinds", set())
     # sizes that no other test has, so that nothing was compiled before
-    q, k, v = torch.randn(3, 4, 2, 52), torch.randn(3, 4, 2, 52), torch.randn(3, 4, 4, 44)
+    q, k, v = torch.randn(3, 6, 2, 52), torch.randn(3, 6, 2, 52), torch.randn(3, 6, 4, 44)
     k, pool, found = torch.nn.functional.normalize(k, dim=-1), torch.randn(3, 4, 44, 52), []
     for name in ("cuda:1", "cuda:0", "cuda:1"):
         state = pool.to(name)

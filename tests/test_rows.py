@@ -17,7 +17,8 @@ def make_call(name, sizes, pool):
     if name == "step":
         x, how = step_of(MOST, H, HV, K, V, 4, dtype, pool, slots=MOST)
         return x | {"read_index": torch.arange(MOST)}, options | how, ("state", "conv_state")
-    x = inputs(MOST, 1 if name == "one token" else 4, H, HV, K, V, dtype=dtype, raw=True)
+    tokens = {"one token": 1, "chunk form": 6}.get(name, 4)
+    x = inputs(MOST, tokens, H, HV, K, V, dtype=dtype, raw=True)
     x |= {"state": pool_of(MOST, HV=HV, K=K, V=V, dtype=pool), "read_index": torch.arange(MOST)}
     if name != "replay":
         return x, options | {"exact_packet": name != "chunk form"}, ("state",)

@@ -79,7 +79,7 @@ def arguments(name: str, dtype: torch.dtype) -> dict[str, Any]:
         kept["cursor"] = torch.stack([zeros, torch.arange(SLOTS) % PLACES, zeros], -1).int()
         return inputs(B, 1, **SIZES, dtype=dtype, raw=True) | pool | kept
     if name == "decode in chunk form":
-        return x | pool | {"exact_packet": False}
+        return inputs(B, 6, **SIZES, dtype=dtype, raw=True) | pool | {"exact_packet": False}
     if name == "decode_functional":
         return x | {"state": pool_of(B, HV=HV, K=K, V=V)}
     if name == "decode_packed":

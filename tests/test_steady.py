@@ -77,7 +77,7 @@ def claims():
     x = inputs(1, 7, dtype=BF16)
     spans = {"cu_seqlens": torch.tensor([0, 3, 3, 7], dtype=torch.int32), "max_seqlen": 4}
     found["packed rows"] = api.decode, x | spans | {"state": pool_of(3)}, x["v"]
-    x = inputs(B, T, dtype=BF16)
+    x = inputs(B, T + 3, dtype=BF16)
     found["chunk form"] = api.decode, x | {"state": pool, "exact_packet": False}, x["v"]
     found["replay"] = api.replay_decode, x | histories(B) | {"state": pool, "read_index": rows}, x["v"]
     step, like = a_step()

@@ -181,6 +181,12 @@ def decode(
     return lambda: api.decode(**x, state_v_first=v_first, backend="triton")
 
 
+def decode_in_strips(H: int, HV: int, T: int, pool_dtype: Any) -> Callable[[], Any]:
+    x = rows_of(16, T, H, HV, 128, 128, BF16, raw=True)
+    x |= {"state": pool_of(16, HV=HV, K=128, V=128, dtype=pool_dtype), "read_index": slots(16)}
+    return lambda: api.decode(**x, state_v_first=True, backend="triton")
+
+
 def with_scales(states: torch.Tensor, v_first: bool) -> gdn.Int16Pool:
     """Return a pool of integers with scales of 1."""
     shape = states.shape[:-1] if v_first else (*states.shape[:-2], states.shape[-1])
@@ -188,12 +194,13 @@ def with_scales(states: torch.Tensor, v_first: bool) -> gdn.Int16Pool:
 
 
 def decode_in_chunk_form(
-    B: int, T: int, D: int, dtype: Any, pool_dtype: Any, v_first: bool, has_slots: bool
+    B: int, T: int, D: int, dtype: Any, pool_dtype: Any, v_first: bool, has_slots: bool, write: str = "final"
 ) -> Callable[[], Any]:
     x = rows_of(B, T, K=D, V=D, dtype=dtype, raw=has_slots)
     x |= {"state": pool_of(B, K=D, V=D, dtype=pool_dtype, v_first=v_first)}
-    x |= {"read_index": slots(B), "write_index": slots(B)} if has_slots else {}
-    return lambda: api.decode(**x, exact_packet=False, state_v_first=v_first, backend="triton")
+    x |= {"read_index": slots(B)} if has_slots else {}
+    x |= {"write_index": slots(B)} if has_slots and write == "final" else {}
+    return lambda: api.decode(**x, write=write, exact_packet=False, state_v_first=v_first, backend="triton")
 
 
 def decode_of_packed_rows() -> Callable[[], Any]:
@@ -792,9 +799,16 @@ OTHERS = {
         TUNED,
     ),
     "operator on packed rows": (operator_on_packed_rows, (), WITHOUT_TCGEN05),
+    "decode in strips": (decode_in_strips, (8, 32, 4, FP32), EVERYWHERE),
+    "decode in strips, bf16 pool": (decode_in_strips, (8, 64, 4, BF16), EVERYWHERE),
+    "decode in strips, 16 tokens": (decode_in_strips, (8, 64, 16, BF16), TUNED),
+    "decode in strips, 16 tokens, fp32 pool": (decode_in_strips, (8, 32, 16, FP32), TUNED),
+    "decode in one strip": (decode_in_strips, (8, 16, 4, FP32), TUNED),
+    "decode in one strip, bf16 pool": (decode_in_strips, (8, 16, 4, BF16), TUNED),
+    "decode in one strip of 8 columns": (decode_in_strips, (4, 8, 4, BF16), TUNED),
     "decode packed rows": (decode_of_packed_rows, (), VENDORS),
     "decode a projection": (decode_of_a_projection, (), TUNED),
-    "chunk form bf16": (decode_in_chunk_form, (4, 4, 128, BF16, FP32, True, True), WITHOUT_TCGEN05),
+    "chunk form bf16": (decode_in_chunk_form, (4, 6, 128, BF16, FP32, True, True), WITHOUT_TCGEN05),
     "chunk form, many rows": (decode_in_chunk_form, (80, 16, 128, BF16, BF16, True, True), TUNED),
     "chunk form fp32 256, K first": (
         decode_in_chunk_form,
@@ -804,6 +818,11 @@ OTHERS = {
     "chunk form, bf16 pool": (decode_in_chunk_form, (4, 4, 128, BF16, BF16, True, True), WITHOUT_TCGEN05),
     "chunk form, two warps": (decode_in_chunk_form, (80, 4, 128, BF16, BF16, True, True), TUNED),
     "chunk form in strips": (decode_in_chunk_form, (200, 4, 128, BF16, BF16, True, True), TUNED),
+    "chunk form, 16 tokens, no write": (
+        decode_in_chunk_form,
+        (16, 16, 128, BF16, BF16, True, True, "none"),
+        TUNED,
+    ),
     "chunk form fp16 60": (decode_in_chunk_form, (4, 5, 60, FP16, FP16, True, True), TUNED),
     "prefill bf16": (prefill, (128, BF16, FP32, True, True), TUNED),
     "prefill fp32": (prefill, (64, FP32, BF16, False, False), TUNED),

@@ -97,8 +97,9 @@ def decode(
         scale             number or None        None: K ** -0.5
         use_qk_l2norm_in_kernel  bool           q, k <- x * rsqrt(sum(x * x) + 1e-6), before scale
         round_state       bool                  True: round the state as the pool does after each token
-        exact_packet      bool                  False: allow the chunk form on tensor cores; not with
-                                                round_state. NaN in k, v or a gate then affects the whole row
+        exact_packet      bool                  False: allow the chunk form on tensor cores, which a GPU uses
+                                                where it is faster; not with round_state. NaN in k, v or a
+                                                gate then affects the whole row
         backend           str or None           None: chosen automatically; a named one never falls back
 
     Returns: o [B, T, HV, V] (or [1, total, HV, V], zero past cu_seqlens[-1]), dtype of q.

@@ -35,8 +35,9 @@ from gdn.backends.triton.launch import (
 from gdn.backends.triton.launch.pdl import launch_dependents, pdl_options, supports_pdl, wait_previous
 from gdn.backends.triton.lib import column_mask
 from gdn.backends.triton.serving import packet
+from gdn.backends.triton.serving.decode_strips import in_strips, length_key, strips_num_states
 from gdn.backends.triton.serving.gates import gate_layout
-from gdn.backends.triton.serving.packet import index_strides, max_row_tokens, supports_packet
+from gdn.backends.triton.serving.packet import index_strides, supports_packet
 from gdn.backends.triton.serving.packet_lib import load_slot
 from gdn.backends.triton.serving.pool_lib import (
     load_scales,
@@ -304,7 +305,7 @@ def decode(problem: DecodeProblem) -> CachedDecode | None:
 def _first(p: DecodeProblem) -> CachedDecode:
     one, tensors = plan_launch(p), launch_tensors(p)
     others = lambda: [(other, tensors) for other in launches_of_other_sizes(p)]  # noqa: E731
-    compile_ahead(p.q.device, one.binary_key(tensors), others)
+    compile_ahead(p.q.device, (one.binary_key(tensors), length_key(p)), others)
     return CachedDecode(one, p.q.device)
 
 
@@ -330,15 +331,14 @@ def _key(p: DecodeProblem) -> Hashable:
     return (
         *(None if x is None else (x.shape, x.stride(), x.dtype) for x in launch_tensors(p)),
         p.q.device, p.scale, p.lower_bound, p.use_qk_l2norm_in_kernel, p.allow_neg_eigval, p.write,
-        p.null_slot, p.round_state, p.state_v_first, p.exact_packet or max_row_tokens(p),
+        p.null_slot, p.round_state, p.state_v_first, *length_key(p),
     )  # fmt: skip
 
 
 def launches_of_other_sizes(p: DecodeProblem) -> list[Launch]:
     """Return the launches for few and for many rows: other numbers of rows and heads use these binaries."""
-    return [
-        plan_launch(p, num_states=num_states) for num_states in packet.sample_num_states(machine(p.q.device))
-    ]
+    sizes = {*packet.sample_num_states(machine(p.q.device)), *strips_num_states(p)}
+    return [plan_launch(p, num_states=num_states) for num_states in sorted(sizes)]
 
 
 def plan_launch(p: DecodeProblem, starts: Sequence[int] = (0, 0, 0), num_states: int | None = None) -> Launch:
@@ -360,8 +360,7 @@ def plan_launch(p: DecodeProblem, starts: Sequence[int] = (0, 0, 0), num_states:
     # loads of q and k as wide as those of the state give each lane the same keys: no shuffles
     unit = min(16 // width, state_unit, unit_of(*p.q.stride()[:3], *p.k.stride()[:3], *starts[:2]))
     q, k, v, o = ((0 if is_packed else x.stride(0), *x.stride()[1:3]) for x in (p.q, p.k, p.v, p.out))
-    given = (p.g, p.beta) if p.a is None else (p.a, p.b)
-    gates = gate_layout(p, *given, min(16 // width, state_unit))
+    gates = gate_layout(p, *((p.g, p.beta) if p.a is None else (p.a, p.b)), min(16 // width, state_unit))
     is_dense = p.q.stride(3) == p.k.stride(3) == 1 and gates.is_dense
     scalars = (
         *(s // unit for s in (*q, starts[0], *k, starts[1])), p.q.stride(3), p.k.stride(3),
@@ -397,4 +396,5 @@ def plan_launch(p: DecodeProblem, starts: Sequence[int] = (0, 0, 0), num_states:
     limit = {"maxnreg": max(REGISTERS[not has_next and p.K <= 128], INT16_REGISTERS if is_scaled else 0)}
     grid = (p.N + int(is_packed)) * p.HV * part.blocks(p.V)
     options = pdl_options(gpu) | (limit if is_full and width == 2 else {})
-    return Launch(decode_kernel, grid, scalars, constants, part.num_warps, options=options)
+    one = Launch(decode_kernel, grid, scalars, constants, part.num_warps, options=options)
+    return in_strips(one, p, part, num_states)

@@ -10,7 +10,12 @@ import triton.language as tl
 from gdn.backends.triton.launch import jit
 from gdn.backends.triton.launch.pdl import ON_GPU
 from gdn.backends.triton.lib import activate_beta, softplus
-from gdn.backends.triton.serving.packet_lib import multiply_strip, output_strip_pointers
+from gdn.backends.triton.serving.packet_lib import (
+    load_operands,
+    load_parts,
+    multiply_strip,
+    output_strip_pointers,
+)
 
 
 @jit
@@ -61,6 +66,20 @@ def sum_gates(loaded, gates, count, C: tl.constexpr):
     g, A_log, beta = loaded
     g, beta = activate_decays(g, A_log, gates, count, C), activate_betas(beta, gates, C)
     return tl.cumsum(g.to(tl.float64), 0), tl.where(tl.arange(0, C.BT) < count, beta, 0.0)
+
+
+@jit
+def load_packet(packet, gates, strides, n, first, head, C: tl.constexpr, LOADS_FIRST: tl.constexpr):
+    """Return the first BS keys of all parts, their products, and sums of g with beta, of a row and head.
+
+    LOADS_FIRST: return what `multiply_parts` and `sum_gates` need, which the caller runs after further loads;
+    there are no products then.
+    """
+    if LOADS_FIRST:
+        return load_parts(packet, C), (), load_gates(gates, strides, n, first, head, packet.count, C, True)
+    else:
+        X, XK, QQ = load_operands(packet, C)
+        return X, (XK, QQ), load_gates(gates, strides, n, first, head, packet.count, C)
 
 
 @jit

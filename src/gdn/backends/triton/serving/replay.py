@@ -47,8 +47,6 @@ from gdn.backends.triton.serving.packet import (
 from gdn.backends.triton.serving.packet_lib import (
     ROWS,
     column_pointer,
-    load_operands,
-    load_parts,
     load_rows,
     load_slot,
     load_values,
@@ -61,7 +59,7 @@ from gdn.backends.triton.serving.packet_lib import (
     tokens_of_rows,
 )
 from gdn.backends.triton.serving.packet_loads import (
-    load_gates,
+    load_packet,
     load_strip,
     sum_gates,
     use_parts_here,
@@ -132,12 +130,7 @@ def replay_kernel(
     gates = Gates(g_ptr, beta_ptr, a_ptr, b_ptr, A_log_ptr, dt_bias_ptr)
     gate_strides = GateStrides(g_b, g_t, g_h, beta_b, beta_t, beta_h, A_log_h, dt_bias_h)
     now = tl.arange(0, BT)
-    if LOADS_FIRST:
-        X = load_parts(packet, C)
-        logits = load_gates(gates, gate_strides, n, first, head, count, C, True)
-    else:
-        X, XK, QQ = load_operands(packet, C)
-        G, beta = load_gates(gates, gate_strides, n, first, head, count, C)
+    X, products, sums = load_packet(packet, gates, gate_strides, n, first, head, C, LOADS_FIRST)
     # not an early return: exporters look for the stores of a kernel, and do not follow jumps
     if (slot < lowest) | (slot >= slots) | (n >= N):
         store_zeros(o_ptr, count, block * STRIPS, o_t, o_v, C)
@@ -160,6 +153,8 @@ def replay_kernel(
             if HOLDS or PARTS == 2:
                 X = use_parts_here(X)
             XK, QQ = multiply_parts(X, packet, C)
+        else:
+            XK, QQ = products
         base = tl.minimum(tl.maximum(base, 0), places).to(tl.int32)
         u_history_ptr += (slot * u_n + head * u_h) * PAST_UNIT
         k_history_ptr += (slot * past_n + key_head * past_h) * PAST_UNIT
@@ -171,7 +166,9 @@ def replay_kernel(
             has_value = strip_mask(tl.arange(0, BV), V - block * BV, V, STRIPS)[None, :]
             past = load_past(history, block * BV, has_value, C)
         if LOADS_FIRST:
-            G, beta = sum_gates(logits, gates, count, C)
+            G, beta = sum_gates(sums, gates, count, C)
+        else:
+            G, beta = sums
         G += G_base.to(tl.float64)
         high, low = split_fp64(spread_over_rows(G))
         beta_rows = spread_over_rows(beta)
