@@ -19,7 +19,7 @@ from gdn.backends.hopper.gluon import (
     tma_store_wait,
 )
 from gdn.backends.hopper.scan.operands import ACC_STATE, ACC_TOKENS
-from gdn.backends.hopper.scan.scheduler import ONE_WARP, ONE_WARPGROUP, STRIP, stage_and_phase
+from gdn.backends.hopper.scan.scheduler import ONE_WARP, STRIP, stage_and_phase
 
 # int32 fields of a published work item: tokens (below 0: no item is left), row, first token in it, value
 # head, first chunk, index of the initial state (past the states: zero) and of the final one (past the states:
@@ -151,7 +151,8 @@ class States:
         for n in gl.static_range(config.CONSUMERS):
             half, phase = self.half_and_phase(turn, n, config)
             mbarrier.wait(self.empty.index(half), phase)
-            if self.final is not None:
+            # traced apart: the first is a constant of the binary, the second a scalar register
+            if self.final is not None:  # noqa: SIM102
                 if turn > 0:
                     goal = queue.field(turn - 1, GOAL, ONE_WARP)
                     head = queue.field(turn - 1, HEAD, ONE_WARP)
