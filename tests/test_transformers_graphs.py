@@ -1,5 +1,6 @@
 """Test gdn.patch_transformers(graphs=True), on a CPU with a stand-in for the recorder of graphs."""
 
+import contextlib
 import copy
 import gc
 import time
@@ -114,6 +115,11 @@ def test_hooks_training_and_other_models_get_the_compiled_call(monkeypatch):
             hook = model.model.layers[0].mlp.register_forward_hook(lambda *args: None)
             assert model.get_compiled_call(None) == "compiled"
             hook.remove()
+            hook = torch.nn.modules.module.register_module_forward_hook(lambda *args: None)
+            try:
+                assert model.get_compiled_call(None) == "compiled"
+            finally:
+                hook.remove()
             model.model.layers[0].mlp._hf_hook = object()
             assert model.get_compiled_call(None) == "compiled"
             del model.model.layers[0].mlp._hf_hook
@@ -128,6 +134,44 @@ def test_hooks_training_and_other_models_get_the_compiled_call(monkeypatch):
         assert not graphing.asks_for_logits(model.eval(), {**inputs, "labels": ids})
         assert not graphing.asks_for_logits(model, {"input_ids": families.tokens(1, 2)})
     assert not graphing.asks_for_logits(model, inputs)
+
+
+class Device:
+    """Stand for a GPU whose context is entered, and note what a graph is captured on."""
+
+    def __init__(self, monkeypatch):
+        self.current, self.captures = 0, []
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: self.current)
+        monkeypatch.setattr(torch.cuda, "Stream", lambda index: f"a stream of {index}")
+        monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: types.SimpleNamespace(replay=None))
+        monkeypatch.setattr(torch.cuda, "graph", self.graph)
+        monkeypatch.setattr(torch.cuda, "device", self.device)
+        monkeypatch.setattr(graphing, "_capture_stream", graphing._capture_stream.__wrapped__)
+
+    @contextlib.contextmanager
+    def device(self, device):
+        before, self.current = self.current, device.index
+        yield
+        self.current = before
+
+    @contextlib.contextmanager
+    def graph(self, graph, pool, stream):
+        self.captures.append((self.current, stream))
+        yield
+
+
+def test_a_graph_is_captured_on_the_device_of_the_model(monkeypatch):
+    """The kernels of a model on a second GPU run beside a capture on the first, whose graph is empty."""
+    device = Device(monkeypatch)
+    ids = types.SimpleNamespace(is_cuda=True, device=torch.device("cuda", 1))
+    cache = transformers.StaticCache(config=families.make_model("qwen3_5").config, max_cache_len=8)
+    recording = graphing.Recording("key", {}, cache, graphing.CacheState(cache))
+    recording.inputs["input_ids"] = ids
+    recording.record(lambda inputs, cache: "output", None)
+    assert recording.output == "output" and device.captures == [(1, "a stream of 1")]
+    ids.device = torch.device("cuda", 0)
+    recording.record(lambda inputs, cache: "output", None)
+    assert device.captures[1:] == [(0, "a stream of 0")] and device.current == 0
 
 
 def test_a_step_that_cannot_be_recorded_runs_as_it_is(monkeypatch):

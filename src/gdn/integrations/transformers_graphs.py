@@ -11,9 +11,11 @@ and has them from then on: its first decode step is a replay. `transformers_prom
 write these tensors.
 """
 
+import functools
 import warnings
 import weakref
 from collections.abc import Callable, Hashable, Sized
+from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
 from itertools import chain
 from operator import is_
@@ -24,6 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from gdn import settings
+from gdn._torch_compat import has_global_hooks
 from gdn.integrations.transformers_branches import with_branches
 from gdn.integrations.transformers_model_key import (
     VALUES,
@@ -51,6 +54,9 @@ def get_compiled_call(original: Callable[..., Any], active: Sized, is_served: Ca
 
     def get_compiled_call(self: Any, compile_config: Any) -> Any:
         if len(active) == 0 or self.device.type not in DEVICES or not is_served(self):
+            return original(self, compile_config)
+        if has_global_hooks():
+            # of all modules: a replay would skip them
             return original(self, compile_config)
         call = _calls.get(self)
         # `generate` asks once, before its prompt and its steps
@@ -127,8 +133,9 @@ class Recording:
     def record(self, run: Callable[[dict[str, Any], Any], Any], pool: Any) -> None:
         """Record run(inputs, cache); nothing is executed. Restore the cache's plain values if that fails."""
         try:
-            self.replay, self.output = record(lambda: run(self.inputs, self.owner()), pool)
-        except RuntimeError:
+            with on_device_of(self.inputs["input_ids"]):
+                self.replay, self.output = record(lambda: run(self.inputs, self.owner()), pool)
+        except BaseException:
             self.state.restore(self.values)
             raise
 
@@ -168,11 +175,26 @@ def copy_of(recorded: Any) -> Any:
 
 
 def record(run: Callable[[], Any], pool: Any) -> tuple[Callable[[], None], Any]:
-    """Record a CUDA graph of run() in the memory of `pool`; return its replay and its output."""
+    """Record a CUDA graph of run() on the current device in the memory of `pool`.
+
+    Return its replay and its output.
+    """
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=pool):
+    # the default stream of captures is of the device that was current at a process's first capture
+    with torch.cuda.graph(graph, pool=pool, stream=_capture_stream(torch.cuda.current_device())):
         output = run()
     return graph.replay, output
+
+
+@functools.cache
+def _capture_stream(index: int) -> torch.cuda.Stream:
+    # one for all graphs of a device, as graphs that share a pool need
+    return torch.cuda.Stream(index)
+
+
+def on_device_of(x: Tensor) -> AbstractContextManager[Any]:
+    """Make the device of a tensor the current one: on another, a graph would be empty."""
+    return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
 
 
 class GraphedCall:
