@@ -17,6 +17,7 @@ import test_transformers as families  # noqa: E402
 
 import gdn  # noqa: E402
 from gdn.integrations import transformers_branches as branches  # noqa: E402
+from gdn.integrations import transformers_capture as capturing  # noqa: E402
 from gdn.integrations import transformers_graphs as graphing  # noqa: E402
 from gdn.integrations import transformers_prompts as prompting  # noqa: E402
 
@@ -146,7 +147,7 @@ class Device:
         monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: types.SimpleNamespace(replay=None))
         monkeypatch.setattr(torch.cuda, "graph", self.graph)
         monkeypatch.setattr(torch.cuda, "device", self.device)
-        monkeypatch.setattr(graphing, "_capture_stream", graphing._capture_stream.__wrapped__)
+        monkeypatch.setattr(capturing, "_capture_stream", capturing._capture_stream.__wrapped__)
 
     @contextlib.contextmanager
     def device(self, device):
@@ -172,6 +173,49 @@ def test_a_graph_is_captured_on_the_device_of_the_model(monkeypatch):
     ids.device = torch.device("cuda", 0)
     recording.record(lambda inputs, cache: "output", None)
     assert device.captures[1:] == [(0, "a stream of 0")] and device.current == 0
+
+
+class Stream:
+    """Stand for a CUDA stream, and note which streams it waits for."""
+
+    def __init__(self, name):
+        self.name, self.waits = name, []
+
+    def wait_stream(self, other):
+        self.waits.append(other.name)
+
+
+def test_streams_of_one_model_wait_for_each_other(monkeypatch):
+    """All graphs of a model share buffers, which a replay on another stream would overwrite."""
+    one, other = Stream("one"), Stream("other")
+    current = [one]
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current[0])
+    order = capturing.StreamOrder()
+    for stream in (one, one, other, other, one):
+        current[0] = stream
+        order.enter(torch.device("cuda", 0))
+        order.enter(torch.device("cpu"))
+    assert other.waits == ["one"] and one.waits == ["other"]
+
+
+def test_steps_and_prompts_enter_the_order_of_streams(monkeypatch):
+    Recorder(monkeypatch)
+    entered, model, ids = [], copy.deepcopy(families.make_model("qwen3_5")), families.tokens(2, 12)
+    monkeypatch.setattr(capturing.StreamOrder, "enter", lambda self, device: entered.append(device))
+    with gdn.patch_transformers(graphs=True):
+        for number in range(4):
+            model.generate(ids, **options())
+            # the third prompt is recorded, the fourth a replay
+            assert len(entered) == NEW - 1 + (number > 1), number
+            entered.clear()
+            gc.collect()
+
+
+def test_kernels_of_attention_that_are_switched_off_have_other_graphs():
+    before = graphing._key_of_modes("cpu")
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        assert graphing._key_of_modes("cpu") != before
+    assert graphing._key_of_modes("cpu") == before
 
 
 def test_a_step_that_cannot_be_recorded_runs_as_it_is(monkeypatch):

@@ -11,11 +11,9 @@ and has them from then on: its first decode step is a replay. `transformers_prom
 write these tensors.
 """
 
-import functools
 import warnings
 import weakref
 from collections.abc import Callable, Hashable, Sized
-from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
 from itertools import chain
 from operator import is_
@@ -28,6 +26,7 @@ from torch import Tensor, nn
 from gdn import settings
 from gdn._torch_compat import has_global_hooks
 from gdn.integrations.transformers_branches import with_branches
+from gdn.integrations.transformers_capture import StreamOrder, on_device_of, record
 from gdn.integrations.transformers_model_key import (
     VALUES,
     ModelKey,
@@ -45,6 +44,8 @@ MOST_KINDS = 64
 DEVICES = ("cuda",)
 # the call that a `generate` got for its steps: its prompt may be replayed as well
 call_of_generate: ContextVar["GraphedCall | None"] = ContextVar("call_of_generate", default=None)
+# kernels of attention that a caller may switch off
+SDPA = ("flash", "mem_efficient", "math", "cudnn")
 # arguments whose outputs a graph would overwrite, or that a step of `generate` does not have
 REFUSED = ("output_attentions", "output_hidden_states", "labels", "inputs_embeds")
 
@@ -174,29 +175,6 @@ def copy_of(recorded: Any) -> Any:
     return output
 
 
-def record(run: Callable[[], Any], pool: Any) -> tuple[Callable[[], None], Any]:
-    """Record a CUDA graph of run() on the current device in the memory of `pool`.
-
-    Return its replay and its output.
-    """
-    graph = torch.cuda.CUDAGraph()
-    # the default stream of captures is of the device that was current at a process's first capture
-    with torch.cuda.graph(graph, pool=pool, stream=_capture_stream(torch.cuda.current_device())):
-        output = run()
-    return graph.replay, output
-
-
-@functools.cache
-def _capture_stream(index: int) -> torch.cuda.Stream:
-    # one for all graphs of a device, as graphs that share a pool need
-    return torch.cuda.Stream(index)
-
-
-def on_device_of(x: Tensor) -> AbstractContextManager[Any]:
-    """Make the device of a tensor the current one: on another, a graph would be empty."""
-    return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
-
-
 class GraphedCall:
     """Call a model as `model(**inputs)` does, with a graph for each kind of static cache and inputs.
 
@@ -218,6 +196,7 @@ class GraphedCall:
         self.is_new = True  # no prompt has run
         # graphs share a pool: a replay of another thread would write where this one's logits are
         self.lock = RLock()
+        self.order = StreamOrder()
 
     def has_seen(self, model: nn.Module) -> bool:
         """Return True if the model is as at the last `look_at`, and without hooks."""
@@ -239,6 +218,7 @@ class GraphedCall:
         with self.lock:
             recordings = [x for x in chain(*self.recordings.values()) if x.owner() is inputs[name]]
             if recordings or is_static(inputs[name]):
+                self.order.enter(inputs["input_ids"].device)
                 return self._call(model, name, inputs, recordings)
         return model(**inputs)
 
@@ -385,7 +365,7 @@ def _key_of_modes(kind: str) -> Hashable:
     return (
         torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind), torch.is_inference_mode_enabled(),
         torch.are_deterministic_algorithms_enabled(), torch.get_float32_matmul_precision(),
-        settings.of_call(),
+        settings.of_call(), *(getattr(torch.backends.cuda, f"{name}_sdp_enabled")() for name in SDPA),
     )  # fmt: skip
 
 

@@ -164,6 +164,8 @@ def call_with_prompt(call: GraphedCall, model: Any, inputs: dict[str, Any]) -> A
             call.prompt_kinds.pop(next(iter(call.prompt_kinds)))
         target = None if kind.is_refused or kind.count < EAGER_PROMPTS else find_target(call, kind, key)
         recording = None if target is None else target.prompts.pop(key, None)
+        if target is not None:
+            call.order.enter(inputs["input_ids"].device)
         if target is not None and recording is not None:
             target.prompts[key] = recording
             output = recording.step(tensors)
