@@ -462,6 +462,32 @@ def test_a_recording_depends_on_all_inputs_but_the_contents_of_tensors():
     assert len(set(different)) == len(different)
 
 
+def test_caches_do_not_share_the_tensors_of_one_that_is_gone(monkeypatch):
+    """Two recordings of one cache have its tensors: no two later caches may get them at a time."""
+    recorder, model = Recorder(monkeypatch), copy.deepcopy(families.make_model("qwen3_5"))
+    ids = families.tokens(2, 20)
+    with gdn.patch_transformers(graphs=True), torch.no_grad():
+        steps = Steps(model, ids)
+        for backend in ("eager", ""):
+            monkeypatch.setenv("GDN_BACKEND", backend)
+            for _ in range(3):
+                steps()
+        assert recorder.num_graphs == 2
+        del steps
+        gc.collect()
+        one, other = Steps(model, ids), Steps(model, ids.flip(1))
+        one()
+        state = graphing.CacheState(one.cache)
+        before = [x.clone() for x in state.tensors()]
+        monkeypatch.setenv("GDN_BACKEND", "eager")
+        other()
+        assert all(map(torch.equal, state.tensors(), before))
+        # the first cache has both graphs
+        replays = recorder.num_replays
+        one()
+        assert recorder.num_replays == replays + 1
+
+
 def test_two_threads_do_not_take_one_graph(monkeypatch):
     """Both find the graph of a cache that is gone."""
     recorder, model = Recorder(monkeypatch), families.make_model("qwen3_5")

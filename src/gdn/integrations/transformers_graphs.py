@@ -115,6 +115,15 @@ class CacheState:
             holder[name] = buffer
 
 
+class Tenant:
+    """Hold which cache has the tensors of a recording, or of several: one cache may have more than one."""
+
+    def __init__(self, cache: Any, state: CacheState) -> None:
+        # a graph must not keep its cache alive
+        self.owner: Callable[[], Any] = weakref.ref(cache)
+        self.state = state
+
+
 class Recording:
     """Hold a recorded step: the tensors of its cache, its inputs, its outputs, and what replays it."""
 
@@ -126,8 +135,7 @@ class Recording:
         self.buffers, self.values = state.tensors(), state.values()
         # recorded prompts that write the buffers, by their kind
         self.prompts: dict[Hashable, Any] = {}
-        # a graph must not keep its cache alive
-        self.owner, self.state = weakref.ref(cache), state
+        self.tenant = Tenant(cache, state)
         self.replay: Callable[[], None]
         self.output: Any
 
@@ -139,6 +147,14 @@ class Recording:
         except BaseException:
             self.state.restore(self.values)
             raise
+
+    @property
+    def owner(self) -> Callable[[], Any]:
+        return self.tenant.owner
+
+    @property
+    def state(self) -> CacheState:
+        return self.tenant.state
 
     @property
     def is_idle(self) -> bool:
@@ -158,7 +174,7 @@ class Recording:
 
     def own(self, cache: Any, state: CacheState) -> None:
         """Serve `cache`, which has the buffers."""
-        self.owner, self.state = weakref.ref(cache), state
+        self.tenant.owner, self.tenant.state = weakref.ref(cache), state
 
     def step(self, tensors: list[Tensor]) -> Any:
         """Replay the step on new inputs; return its outputs, with logits of their own."""
@@ -254,6 +270,10 @@ class GraphedCall:
             self.eager_steps[key] = None if steps is None else steps + 1
             return model(**inputs, **{name: cache})
         recording = Recording(call_key, inputs, cache, state)
+        # the cache may have a graph for other inputs or settings
+        own = set(map(id, state.tensors()))
+        tenants = [x.tenant for x in recordings if own & set(map(id, x.buffers))]
+        recording.tenant = tenants[0] if tenants else recording.tenant
         try:
             recording.record(run, self._memory())
         except RuntimeError as error:
