@@ -118,6 +118,17 @@ def test_a_group_is_one_of_a_tensor(log):
         assert all(group.x is None and not group.results for group in groups_of(pair))
 
 
+def test_a_tensor_that_was_written_in_place_is_another(log):
+    pair, x = Pair(), torch.randn(2, 4)
+    with torch.no_grad(), branches.with_branches(pair):
+        pair.gate_proj(x)
+        x.add_(1)
+        y = pair.up_proj(x)
+        with torch.inference_mode():
+            pair(x.clone(), x.clone())
+    assert torch.equal(y, pair.up_proj(x))
+
+
 def groups_of(pair):
     return [part.forward.func.__self__ for part in (pair.gate_proj, pair.up_proj)]
 
@@ -127,6 +138,7 @@ CHANGES = {
     "forward": lambda pair: setattr(pair.up_proj, "forward", pair.gate_proj.forward),
     "class": lambda pair: setattr(pair, "up_proj", type("Adapter", (nn.Linear,), {})(4, 3)),
     "missing": lambda pair: delattr(pair, "up_proj"),
+    "the same": lambda pair: setattr(pair, "up_proj", pair.gate_proj),
     "other width": lambda pair: setattr(pair, "up_proj", nn.Linear(5, 3)),
 }
 

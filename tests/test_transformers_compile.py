@@ -35,6 +35,12 @@ def compiled(monkeypatch):
     return steps, ahead
 
 
+def model_of(forward):
+    model = torch.nn.Module()
+    model.forward = forward
+    return model
+
+
 def test_a_prompt_and_a_step_are_compiled_at_once_before_the_first_prompt(monkeypatch, compiled):
     """Each kernel once; the run that records has a cache of its own."""
     Recorder(monkeypatch)
@@ -69,6 +75,28 @@ def test_a_run_that_fails_leaves_the_prompt_as_it_is(monkeypatch, compiled):
     assert compiled == ([], [])
 
 
+def test_the_recording_run_leaves_the_model_and_random_numbers_as_they_are(compiled):
+    """A model that counts its calls and draws numbers counts and draws those of `generate` alone."""
+    seen = []
+
+    def run(**inputs):
+        model.count += 1
+        model.last = seen.append(torch.rand(1))
+        if len(seen) == 3:
+            raise KeyboardInterrupt
+
+    model = model_of(run)
+    model.count = 0
+    own, given = dict(vars(model)), {"input_ids": torch.zeros(1, 9), "cache": None}
+    torch.manual_seed(3)
+    before = torch.get_rng_state()
+    compiling.compile_together(model, given, "cache")
+    with pytest.raises(KeyboardInterrupt):
+        compiling.compile_together(model, given, "cache")
+    assert len(seen) == 3 and vars(model) == own
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 def test_calls_of_the_recording_run_are_not_repeated(compiled):
     """A recorded launch cannot be repeated: later calls would be checked each time."""
     kinds = {"none": (None, None), "a launch": (print, None), "the rule": (None, "triton")}
@@ -80,7 +108,7 @@ def test_calls_of_the_recording_run_are_not_repeated(compiled):
 
     before = dict(fastpath._calls)
     try:
-        compiling.compile_together(store, {"input_ids": torch.zeros(1, 9), "cache": None}, "cache")
+        compiling.compile_together(model_of(store), {"input_ids": torch.zeros(1, 9), "cache": None}, "cache")
         assert fastpath._calls.keys() - before.keys() == {"a launch", "the rule"}
     finally:
         for name in kinds:
@@ -95,7 +123,7 @@ def test_what_other_sizes_need_is_compiled_ahead_after_the_recording_run(compile
         launch.compile_ahead(*given)
         assert not ahead
 
-    compiling.compile_together(plan, {"input_ids": torch.zeros(1, 9), "cache": None}, "cache")
+    compiling.compile_together(model_of(plan), {"input_ids": torch.zeros(1, 9), "cache": None}, "cache")
     # of the prompt and of the step
     assert ahead == [given, given]
 
@@ -105,7 +133,7 @@ def test_long_prompts_and_other_devices_are_not_run_once_more(monkeypatch, compi
 
     def run(tokens):
         given = {"input_ids": torch.zeros(1, tokens), "cache": None}
-        compiling.compile_together(lambda **inputs: runs.append(inputs), given, "cache")
+        compiling.compile_together(model_of(lambda **inputs: runs.append(inputs)), given, "cache")
         return len(runs)
 
     assert run(compiling.MOST_TOKENS + 1) == 0 and run(compiling.MOST_TOKENS) == 2

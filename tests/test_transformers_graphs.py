@@ -1,5 +1,6 @@
 """Test gdn.patch_transformers(graphs=True), on a CPU with a stand-in for the recorder of graphs."""
 
+import contextlib
 import copy
 import gc
 import time
@@ -16,6 +17,7 @@ import test_transformers as families  # noqa: E402
 
 import gdn  # noqa: E402
 from gdn.integrations import transformers_branches as branches  # noqa: E402
+from gdn.integrations import transformers_capture as capturing  # noqa: E402
 from gdn.integrations import transformers_graphs as graphing  # noqa: E402
 from gdn.integrations import transformers_prompts as prompting  # noqa: E402
 
@@ -114,6 +116,11 @@ def test_hooks_training_and_other_models_get_the_compiled_call(monkeypatch):
             hook = model.model.layers[0].mlp.register_forward_hook(lambda *args: None)
             assert model.get_compiled_call(None) == "compiled"
             hook.remove()
+            hook = torch.nn.modules.module.register_module_forward_hook(lambda *args: None)
+            try:
+                assert model.get_compiled_call(None) == "compiled"
+            finally:
+                hook.remove()
             model.model.layers[0].mlp._hf_hook = object()
             assert model.get_compiled_call(None) == "compiled"
             del model.model.layers[0].mlp._hf_hook
@@ -128,6 +135,87 @@ def test_hooks_training_and_other_models_get_the_compiled_call(monkeypatch):
         assert not graphing.asks_for_logits(model.eval(), {**inputs, "labels": ids})
         assert not graphing.asks_for_logits(model, {"input_ids": families.tokens(1, 2)})
     assert not graphing.asks_for_logits(model, inputs)
+
+
+class Device:
+    """Stand for a GPU whose context is entered, and note what a graph is captured on."""
+
+    def __init__(self, monkeypatch):
+        self.current, self.captures = 0, []
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: self.current)
+        monkeypatch.setattr(torch.cuda, "Stream", lambda index: f"a stream of {index}")
+        monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: types.SimpleNamespace(replay=None))
+        monkeypatch.setattr(torch.cuda, "graph", self.graph)
+        monkeypatch.setattr(torch.cuda, "device", self.device)
+        monkeypatch.setattr(capturing, "_capture_stream", capturing._capture_stream.__wrapped__)
+
+    @contextlib.contextmanager
+    def device(self, device):
+        before, self.current = self.current, device.index
+        yield
+        self.current = before
+
+    @contextlib.contextmanager
+    def graph(self, graph, pool, stream):
+        self.captures.append((self.current, stream))
+        yield
+
+
+def test_a_graph_is_captured_on_the_device_of_the_model(monkeypatch):
+    """The kernels of a model on a second GPU run beside a capture on the first, whose graph is empty."""
+    device = Device(monkeypatch)
+    ids = types.SimpleNamespace(is_cuda=True, device=torch.device("cuda", 1))
+    cache = transformers.StaticCache(config=families.make_model("qwen3_5").config, max_cache_len=8)
+    recording = graphing.Recording("key", {}, cache, graphing.CacheState(cache))
+    recording.inputs["input_ids"] = ids
+    recording.record(lambda inputs, cache: "output", None)
+    assert recording.output == "output" and device.captures == [(1, "a stream of 1")]
+    ids.device = torch.device("cuda", 0)
+    recording.record(lambda inputs, cache: "output", None)
+    assert device.captures[1:] == [(0, "a stream of 0")] and device.current == 0
+
+
+class Stream:
+    """Stand for a CUDA stream, and note which streams it waits for."""
+
+    def __init__(self, name):
+        self.name, self.waits = name, []
+
+    def wait_stream(self, other):
+        self.waits.append(other.name)
+
+
+def test_streams_of_one_model_wait_for_each_other(monkeypatch):
+    """All graphs of a model share buffers, which a replay on another stream would overwrite."""
+    one, other = Stream("one"), Stream("other")
+    current = [one]
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current[0])
+    order = capturing.StreamOrder()
+    for stream in (one, one, other, other, one):
+        current[0] = stream
+        order.enter(torch.device("cuda", 0))
+        order.enter(torch.device("cpu"))
+    assert other.waits == ["one"] and one.waits == ["other"]
+
+
+def test_steps_and_prompts_enter_the_order_of_streams(monkeypatch):
+    Recorder(monkeypatch)
+    entered, model, ids = [], copy.deepcopy(families.make_model("qwen3_5")), families.tokens(2, 12)
+    monkeypatch.setattr(capturing.StreamOrder, "enter", lambda self, device: entered.append(device))
+    with gdn.patch_transformers(graphs=True):
+        for number in range(4):
+            model.generate(ids, **options())
+            # the third prompt is recorded, the fourth a replay
+            assert len(entered) == NEW - 1 + (number > 1), number
+            entered.clear()
+            gc.collect()
+
+
+def test_kernels_of_attention_that_are_switched_off_have_other_graphs():
+    before = graphing._key_of_modes("cpu")
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        assert graphing._key_of_modes("cpu") != before
+    assert graphing._key_of_modes("cpu") == before
 
 
 def test_a_step_that_cannot_be_recorded_runs_as_it_is(monkeypatch):
@@ -372,6 +460,32 @@ def test_a_recording_depends_on_all_inputs_but_the_contents_of_tensors():
         key(x={"y": x}),
     ]  # fmt: skip
     assert len(set(different)) == len(different)
+
+
+def test_caches_do_not_share_the_tensors_of_one_that_is_gone(monkeypatch):
+    """Two recordings of one cache have its tensors: no two later caches may get them at a time."""
+    recorder, model = Recorder(monkeypatch), copy.deepcopy(families.make_model("qwen3_5"))
+    ids = families.tokens(2, 20)
+    with gdn.patch_transformers(graphs=True), torch.no_grad():
+        steps = Steps(model, ids)
+        for backend in ("eager", ""):
+            monkeypatch.setenv("GDN_BACKEND", backend)
+            for _ in range(3):
+                steps()
+        assert recorder.num_graphs == 2
+        del steps
+        gc.collect()
+        one, other = Steps(model, ids), Steps(model, ids.flip(1))
+        one()
+        state = graphing.CacheState(one.cache)
+        before = [x.clone() for x in state.tensors()]
+        monkeypatch.setenv("GDN_BACKEND", "eager")
+        other()
+        assert all(map(torch.equal, state.tensors(), before))
+        # the first cache has both graphs
+        replays = recorder.num_replays
+        one()
+        assert recorder.num_replays == replays + 1
 
 
 def test_two_threads_do_not_take_one_graph(monkeypatch):

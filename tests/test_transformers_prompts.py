@@ -193,6 +193,24 @@ def test_a_prompt_that_changes_modules_is_not_recorded(monkeypatch, recorder, mo
         assert [x.is_refused for x in kinds(model)] == [True] and model.model.offset is before
 
 
+def test_an_interrupted_recording_leaves_the_model_as_it_is(monkeypatch, recorder, model):
+    record, before = recorder.record, torch.zeros(1)
+    model.model.offset = before
+
+    def record_and_stop(run, pool):
+        if recorder.num_graphs == 1:
+            model.model.offset = torch.ones(1)
+            raise KeyboardInterrupt
+        return record(run, pool)
+
+    monkeypatch.setattr(graphing, "record", record_and_stop)
+    with gdn.patch_transformers(graphs=True):
+        with pytest.raises(KeyboardInterrupt):
+            generate(model, 4)
+        assert model.model.offset is before
+        generate(model, 3)
+
+
 def test_a_prompt_that_cannot_be_recorded_runs_as_it_is(monkeypatch, recorder, model):
     record = recorder.record
 
@@ -267,20 +285,41 @@ CHANGES = {
     "an attribute": lambda m: setattr(m.lm_head, "scale", 2.0),
     "a dictionary": lambda m: m.lm_head.scales.update(default=2.0),
     "a list": lambda m: m.lm_head.adapters.append("other"),
+    "a tensor": lambda m: setattr(m.lm_head, "offset", m.lm_head.offset.clone()),
+    "a tensor's data": lambda m: setattr(m.lm_head.offset, "data", m.lm_head.offset.clone()),
+    "a tensor of a list": lambda m: m.lm_head.offsets.append(torch.ones(1)),
+    "a dictionary of one": lambda m: m.lm_head.scales["more"].update(default=2.0),
+    "a function": lambda m: setattr(m.lm_head, "act", torch.tanh),
     "an object for a number": lambda m: setattr(m.model.norm, "eps", object()),
     "attention": lambda m: m.set_attn_implementation("eager"),
     "a class": lambda m: setattr(m.lm_head, "__class__", type("Head", (torch.nn.Linear,), {})),
 }
 
 
+# a model with hooks gets no graph
+IN_VALUES = CHANGES.keys() - {"a hook", "a hook before", "an object for a number"}
+
+
 @pytest.mark.parametrize("what", CHANGES)
 def test_a_snapshot_tells_a_changed_model(model, what):
-    model.lm_head.scales, model.lm_head.adapters = {"default": 1.0}, ["one"]
+    model.lm_head.scales, model.lm_head.adapters = {"default": 1.0, "more": {"default": 1.0}}, ["one"]
+    model.lm_head.offset, model.lm_head.offsets, model.lm_head.act = torch.ones(1), [], torch.sigmoid
     snapshot = keys.Snapshot(model, keys.modules_of(model))
+    values = keys.values_of(model, keys.modules_of(model))
     assert snapshot.is_of(model) and not snapshot.is_of(copy.deepcopy(model))
     kept = model.lm_head
     CHANGES[what](model)
     assert snapshot.is_of(model) == (what == "nothing") and kept is not None
+    if what == "nothing" or what in IN_VALUES:
+        assert (keys.values_of(model, keys.modules_of(model)) == values) == (what == "nothing")
+
+
+def test_positions_of_images_are_no_part_of_a_model(model):
+    """A multimodal model replaces them in each `generate`, and would be recorded each time."""
+    model.model.rope_deltas = torch.zeros(1)
+    values = keys.values_of(model, keys.modules_of(model))
+    model.model.rope_deltas = torch.zeros(1)
+    assert keys.values_of(model, keys.modules_of(model)) == values
 
 
 def test_a_snapshot_tells_a_value_at_the_address_of_an_object(model):

@@ -65,7 +65,9 @@ def with_branches(model: nn.Module) -> Iterator[None]:
         for module in model.modules():
             for names in GROUPS:
                 parts = [module._modules.get(name) for name in names]
-                if all(map(_is_plain, parts)) and len({part.in_features for part in parts}) == 1:  # type: ignore[union-attr]
+                # one layer under two names is called twice: it is no group
+                is_group = len(set(parts)) == len(parts) and all(map(_is_plain, parts))
+                if is_group and len({part.in_features for part in parts}) == 1:  # type: ignore[union-attr]
                     stack.enter_context(_Group(parts).entered())
         yield
 
@@ -74,6 +76,11 @@ def _is_plain(part: Any) -> bool:
     if type(part) is not nn.Linear or part._forward_hooks or part._forward_pre_hooks:
         return False
     return not (part._backward_hooks or part._backward_pre_hooks or "forward" in part.__dict__)
+
+
+def _version_of(x: Tensor) -> int:
+    """Return how often a tensor was written in place; PyTorch does not count it for inference tensors."""
+    return 0 if x.is_inference() else x._version
 
 
 class _Group:
@@ -85,6 +92,7 @@ class _Group:
         self.thread = threading.get_ident()
         # the input of the last call of the first layer, and what the others made of it
         self.x: Tensor | None = None
+        self.version = 0
         self.results: list[Tensor] = []
 
     @contextmanager
@@ -102,9 +110,9 @@ class _Group:
         if number == 0 and is_ours:
             runs = [functools.partial(nn.Linear.forward, part, x) for part in self.parts]
             y, *self.results = in_parallel(x.device, *runs)
-            self.x = x
+            self.x, self.version = x, _version_of(x)
             return y
-        if x is not self.x or not is_ours:
+        if x is not self.x or not is_ours or _version_of(x) != self.version:
             return nn.Linear.forward(self.parts[number], x)
         y = self.results[number - 1]
         if number == len(self.results):

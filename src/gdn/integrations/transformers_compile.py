@@ -3,7 +3,8 @@
 Triton compiles a kernel where it is launched first, so the first `generate` of a process would compile one
 call's kernels after another's. Here the model runs once before, on a prompt and one token, while gdn's
 launches are recorded instead of run. What was recorded is compiled in parallel. The results of that run are
-of uninitialised memory, and nobody gets them; it has a cache of its own.
+of uninitialised memory, and nobody gets them; it has a cache of its own, and leaves the attributes of the
+modules and the states of PyTorch's random numbers as they were.
 """
 
 import copy
@@ -12,8 +13,10 @@ from contextlib import suppress
 from importlib import import_module
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from gdn.integrations.transformers_model_key import Attributes
 from gdn.ops.fastpath import forget_recorded
 
 # rows x tokens of a prompt that is run once more
@@ -36,17 +39,24 @@ def compile_together(model: Any, inputs: dict[str, Any], name: str) -> int:
     except ImportError:
         return 0
     needed = Needed(launches.stand_in)
-    # what fails here fails again, for the caller to see, in the prompt itself
-    with suppress(Exception):
-        spare = copy.deepcopy(inputs[name])
-        with launches.record_launches(needed), forget_recorded():
-            model(**{**inputs, name: spare})
-            model(**step_inputs(inputs), **{name: spare})
+    attributes = Attributes(model)
+    devices = [ids.device] if ids.is_cuda else []
+    try:
+        # what fails here fails again, for the caller to see, in the prompt itself
+        with suppress(Exception), torch.random.fork_rng(devices):
+            spare = copy.deepcopy(inputs[name])
+            with launches.record_launches(needed), forget_recorded():
+                model(**{**inputs, name: spare})
+                model(**step_inputs(inputs), **{name: spare})
+    finally:
+        attributes.restore()
     # the plans of these calls are made, so later calls do not come there
     for given in needed.ahead:
         precompile.compile_ahead(*given)
     if needed.steps:
-        launches.compile_now(ids.device, list(needed.steps.values()))
+        # it compiles for the current device
+        with precompile.device_guard(ids.device):
+            launches.compile_now(ids.device, list(needed.steps.values()))
     return len(needed.steps)
 
 

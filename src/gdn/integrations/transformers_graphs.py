@@ -24,7 +24,9 @@ import torch
 from torch import Tensor, nn
 
 from gdn import settings
+from gdn._torch_compat import has_global_hooks
 from gdn.integrations.transformers_branches import with_branches
+from gdn.integrations.transformers_capture import StreamOrder, on_device_of, record
 from gdn.integrations.transformers_model_key import (
     VALUES,
     ModelKey,
@@ -42,6 +44,8 @@ MOST_KINDS = 64
 DEVICES = ("cuda",)
 # the call that a `generate` got for its steps: its prompt may be replayed as well
 call_of_generate: ContextVar["GraphedCall | None"] = ContextVar("call_of_generate", default=None)
+# kernels of attention that a caller may switch off
+SDPA = ("flash", "mem_efficient", "math", "cudnn")
 # arguments whose outputs a graph would overwrite, or that a step of `generate` does not have
 REFUSED = ("output_attentions", "output_hidden_states", "labels", "inputs_embeds")
 
@@ -51,6 +55,9 @@ def get_compiled_call(original: Callable[..., Any], active: Sized, is_served: Ca
 
     def get_compiled_call(self: Any, compile_config: Any) -> Any:
         if len(active) == 0 or self.device.type not in DEVICES or not is_served(self):
+            return original(self, compile_config)
+        if has_global_hooks():
+            # of all modules: a replay would skip them
             return original(self, compile_config)
         call = _calls.get(self)
         # `generate` asks once, before its prompt and its steps
@@ -108,6 +115,15 @@ class CacheState:
             holder[name] = buffer
 
 
+class Tenant:
+    """Hold which cache has the tensors of a recording, or of several: one cache may have more than one."""
+
+    def __init__(self, cache: Any, state: CacheState) -> None:
+        # a graph must not keep its cache alive
+        self.owner: Callable[[], Any] = weakref.ref(cache)
+        self.state = state
+
+
 class Recording:
     """Hold a recorded step: the tensors of its cache, its inputs, its outputs, and what replays it."""
 
@@ -119,18 +135,26 @@ class Recording:
         self.buffers, self.values = state.tensors(), state.values()
         # recorded prompts that write the buffers, by their kind
         self.prompts: dict[Hashable, Any] = {}
-        # a graph must not keep its cache alive
-        self.owner, self.state = weakref.ref(cache), state
+        self.tenant = Tenant(cache, state)
         self.replay: Callable[[], None]
         self.output: Any
 
     def record(self, run: Callable[[dict[str, Any], Any], Any], pool: Any) -> None:
         """Record run(inputs, cache); nothing is executed. Restore the cache's plain values if that fails."""
         try:
-            self.replay, self.output = record(lambda: run(self.inputs, self.owner()), pool)
-        except RuntimeError:
+            with on_device_of(self.inputs["input_ids"]):
+                self.replay, self.output = record(lambda: run(self.inputs, self.owner()), pool)
+        except BaseException:
             self.state.restore(self.values)
             raise
+
+    @property
+    def owner(self) -> Callable[[], Any]:
+        return self.tenant.owner
+
+    @property
+    def state(self) -> CacheState:
+        return self.tenant.state
 
     @property
     def is_idle(self) -> bool:
@@ -150,7 +174,7 @@ class Recording:
 
     def own(self, cache: Any, state: CacheState) -> None:
         """Serve `cache`, which has the buffers."""
-        self.owner, self.state = weakref.ref(cache), state
+        self.tenant.owner, self.tenant.state = weakref.ref(cache), state
 
     def step(self, tensors: list[Tensor]) -> Any:
         """Replay the step on new inputs; return its outputs, with logits of their own."""
@@ -165,14 +189,6 @@ def copy_of(recorded: Any) -> Any:
     output = type(recorded)(**dict(recorded))
     output["logits"] = recorded["logits"].clone()
     return output
-
-
-def record(run: Callable[[], Any], pool: Any) -> tuple[Callable[[], None], Any]:
-    """Record a CUDA graph of run() in the memory of `pool`; return its replay and its output."""
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=pool):
-        output = run()
-    return graph.replay, output
 
 
 class GraphedCall:
@@ -196,6 +212,7 @@ class GraphedCall:
         self.is_new = True  # no prompt has run
         # graphs share a pool: a replay of another thread would write where this one's logits are
         self.lock = RLock()
+        self.order = StreamOrder()
 
     def has_seen(self, model: nn.Module) -> bool:
         """Return True if the model is as at the last `look_at`, and without hooks."""
@@ -217,6 +234,7 @@ class GraphedCall:
         with self.lock:
             recordings = [x for x in chain(*self.recordings.values()) if x.owner() is inputs[name]]
             if recordings or is_static(inputs[name]):
+                self.order.enter(inputs["input_ids"].device)
                 return self._call(model, name, inputs, recordings)
         return model(**inputs)
 
@@ -252,6 +270,10 @@ class GraphedCall:
             self.eager_steps[key] = None if steps is None else steps + 1
             return model(**inputs, **{name: cache})
         recording = Recording(call_key, inputs, cache, state)
+        # the cache may have a graph for other inputs or settings
+        own = set(map(id, state.tensors()))
+        tenants = [x.tenant for x in recordings if own & set(map(id, x.buffers))]
+        recording.tenant = tenants[0] if tenants else recording.tenant
         try:
             recording.record(run, self._memory())
         except RuntimeError as error:
@@ -363,7 +385,7 @@ def _key_of_modes(kind: str) -> Hashable:
     return (
         torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind), torch.is_inference_mode_enabled(),
         torch.are_deterministic_algorithms_enabled(), torch.get_float32_matmul_precision(),
-        settings.of_call(),
+        settings.of_call(), *(getattr(torch.backends.cuda, f"{name}_sdp_enabled")() for name in SDPA),
     )  # fmt: skip
 
 

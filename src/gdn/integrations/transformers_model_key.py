@@ -15,6 +15,9 @@ CONTAINERS = (list, tuple, set, dict)
 # attributes that a step may read in Python
 VALUES = (bool, int, float, str, type(None), torch.dtype, torch.device)
 
+# tensors that multimodal models replace in each `generate`; a step gets positions that were made with them
+REPLACED = {"rope_deltas"}
+
 
 def modules_of(model: nn.Module) -> list[nn.Module]:
     """Return each module once; `model.modules()` makes up a name for each and takes four times as long."""
@@ -32,6 +35,28 @@ def is_hooked(module: nn.Module) -> bool:
     """Return True if a module has hooks, or a forward of its own: a replay would skip them."""
     own = module.__dict__
     return bool(own["_forward_hooks"] or own["_forward_pre_hooks"] or "forward" in own or "_hf_hook" in own)
+
+
+class Attributes:
+    """Hold the attributes of a model's modules, to restore them after a run that must change none."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.modules = modules_of(model)
+        self.before = [dict(vars(m)) for m in self.modules]
+
+    def restore(self) -> bool:
+        """Restore the attributes; return True if there was one to restore."""
+        pairs = zip(self.modules, self.before, strict=True)
+        changed = [(m, own) for m, own in pairs if not has_same(vars(m), own)]
+        for m, own in changed:
+            vars(m).clear()
+            vars(m).update(own)
+        return bool(changed)
+
+
+def has_same(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Return True if two dictionaries have the same objects under the same names."""
+    return one.keys() == other.keys() and all(x is other[name] for name, x in one.items())
 
 
 class ModelKey:
@@ -68,7 +93,8 @@ class Snapshot:
         self.identities, self.types = list(map(id, attributes)), list(map(type, attributes))
         # no other value gets its address
         self.values = [x for x in attributes if isinstance(x, VALUES)]
-        places = [[name for name in x.keys() - COMMON if isinstance(x[name], CONTAINERS)] for x in own]
+        kinds = (*CONTAINERS, Tensor)
+        places = [[name for name in x.keys() - COMMON if isinstance(x[name], kinds)] for x in own]
         self.containers = [(place, name) for place, names in enumerate(places) for name in names]
         self.contents = self._contents(own)
 
@@ -121,10 +147,11 @@ def values_of(model: Any, modules: list[nn.Module]) -> tuple[Hashable, ...]:
     values: list[Hashable] = [_attention_of(model)]
     for m in modules:
         own = m.__dict__
-        values += (type(m).forward, m.training)
+        kind: Any = type(m)
+        values += (kind, kind.forward, m.training)
         for x in chain(own["_parameters"].values(), own["_buffers"].values()):
             values += (None,) if x is None else (x.data_ptr(), x.shape, x.dtype)
-        for name in own.keys() - COMMON:
+        for name in own.keys() - COMMON - REPLACED:
             x = own[name]
             values += (name, x if isinstance(x, VALUES) else _plain(x))
     return tuple(values)
@@ -138,9 +165,17 @@ def _attention_of(model: Any) -> Any:
     return getattr(model.config, "_attn_implementation", None)
 
 
-def _plain(x: Any) -> tuple[Hashable, ...]:
-    """Return the plain values in a module's attribute."""
-    if isinstance(x, dict):
-        return tuple((key, y) for key, y in x.items() if isinstance(y, VALUES))
-    several = x if isinstance(x, CONTAINERS) else ()
-    return tuple(y for y in several if isinstance(y, VALUES))
+def _plain(x: Any, depth: int = 2) -> tuple[Hashable, ...]:
+    """Return the plain values, the addresses of tensors and the functions in a module's attribute.
+
+    `depth`: how deep containers may lie in containers; those below do not count.
+    """
+    if isinstance(x, Tensor):
+        return x.data_ptr(), x.shape, x.dtype
+    if isinstance(x, CONTAINERS):
+        pairs = x.items() if isinstance(x, dict) else enumerate(x)
+        if depth == 0:
+            return ()
+        return tuple((key, y if isinstance(y, VALUES) else _plain(y, depth - 1)) for key, y in pairs)
+    # not the function itself, which may hold the model
+    return (id(x),) if callable(x) else ()

@@ -26,7 +26,7 @@ from torch import Tensor
 from gdn.integrations import transformers_graphs as graphing
 from gdn.integrations.transformers_compile import compile_together
 from gdn.integrations.transformers_graphs import CacheState, GraphedCall, Recording
-from gdn.integrations.transformers_model_key import VALUES, modules_of
+from gdn.integrations.transformers_model_key import VALUES, Attributes
 from gdn.integrations.transformers_packing import CACHES
 
 # prompts of a kind that run as they are before one is recorded: few lengths come three times by chance
@@ -164,6 +164,8 @@ def call_with_prompt(call: GraphedCall, model: Any, inputs: dict[str, Any]) -> A
             call.prompt_kinds.pop(next(iter(call.prompt_kinds)))
         target = None if kind.is_refused or kind.count < EAGER_PROMPTS else find_target(call, kind, key)
         recording = None if target is None else target.prompts.pop(key, None)
+        if target is not None:
+            call.order.enter(inputs["input_ids"].device)
         if target is not None and recording is not None:
             target.prompts[key] = recording
             output = recording.step(tensors)
@@ -203,20 +205,17 @@ def record_prompt(
         spare.reset()
         return graphing.run_for_graph(model, recording.inputs, name, spare)
 
-    modules = modules_of(model)
-    before = [dict(vars(m)) for m in modules]
+    attributes = Attributes(model)
     try:
-        recording.replay, recording.output = graphing.record(run_again, call.pool)
+        with graphing.on_device_of(inputs["input_ids"]):
+            recording.replay, recording.output = graphing.record(run_again, call.pool)
     except RuntimeError as error:
         torch.cuda.synchronize()
         graphing.warn(error, "a prompt")
         kind.is_refused = True
-    changed = [(m, own) for m, own in zip(modules, before, strict=True) if not has_same(vars(m), own)]
-    for m, own in changed:
-        # a replay would not change it, and memory of the graph must not stay there
-        vars(m).clear()
-        vars(m).update(own)
-    kind.is_refused |= bool(changed)
+    finally:
+        # a replay would not change them, and memory of the graph must not stay there
+        kind.is_refused |= attributes.restore()
     if kind.is_refused:
         return None
     recording.replay()
@@ -275,8 +274,3 @@ def fresh_key(cache: Any) -> Hashable | None:
                 else:
                     return None
     return tuple(contents)
-
-
-def has_same(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    """Return True if two dictionaries have the same objects under the same names."""
-    return one.keys() == other.keys() and all(x is other[name] for name, x in one.items())
