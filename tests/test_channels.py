@@ -440,6 +440,7 @@ MAY_ASK = {
     "backends/triton/rule/choose.py",
     "backends/triton/rule/describe.py",
     "backends/triton/rule/run.py",
+    "backends/triton/serving/decode_strips.py",
     "backends/triton/serving/fold.py",
     "backends/triton/serving/gates.py",
     "backends/triton/serving/packet.py",

@@ -534,7 +534,11 @@ DECODE = [
         {"history_G": torch.zeros(1, PLACES, 4, dtype=F64).expand(SLOTS, PLACES, 4)},
     ),
     (ValueError, "read_index: expected shape", {"read_index": torch.zeros(B, 1, dtype=torch.int32)}),
-    (ValueError, "state: expected .* without ring_pos", {"state": torch.zeros(SLOTS, 2, 4, 24, 16)}),
+    (
+        ValueError,
+        "state: expected shape .*, got .*, 2, 4, 24, 16.",
+        {"state": torch.zeros(SLOTS, 2, 4, 24, 16)},
+    ),
     (ValueError, "g: expected None with the raw", {"a": torch.zeros(B, T, 4)}),
     (ValueError, "null_slot: expected None or 0", {"null_slot": 2}),
     (ValueError, "out: expected dtype", {"out": torch.zeros(B, T, 4, 24).half()}),
