@@ -72,7 +72,7 @@ def test_passes_cover_all_chunks(lengths, group, size):
     else:
         sequences = [
             (n, 0, first, length, chunk)
-            for _, n, first, length, chunk in made[2 * bound :].view(-1, 5).tolist()
+            for _, n, first, length, chunk in made[2 * bound : table.total_at].view(-1, 5).tolist()
         ]
         assert [length for *_, length, _ in sequences][:2] == [500, 130]
     counts = [-(-length // CHUNK) for *_, length, _ in sequences]
