@@ -103,7 +103,7 @@ class Pair(nn.Module):
 
 
 def test_a_group_is_one_of_a_tensor(log):
-    """Another tensor, another thread, and a second call get what the layer makes of their tensor."""
+    """Return the layer's own result for another tensor, in another thread, and in a second call."""
     pair, x, y = Pair(), torch.randn(2, 4), torch.randn(2, 4)
     expected = [pair.gate_proj(x), pair.up_proj(x), pair.up_proj(y)]
     with branches.with_branches(pair), ThreadPoolExecutor(1) as pool:

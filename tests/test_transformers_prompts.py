@@ -177,33 +177,32 @@ def test_a_replay_with_other_bits_is_not_kept(monkeypatch, recorder, model):
         assert not recordings(model)[0].prompts
 
 
-def test_a_prompt_that_changes_modules_is_not_recorded(monkeypatch, recorder, model):
-    """A replay would not change them, and tensors of a graph must not stay there."""
+def change_while_recording(monkeypatch, recorder, model, error=None):
+    """Let a recording set an attribute of a module, and raise `error` if given; return the old value."""
     record, before = recorder.record, torch.zeros(1)
     model.model.offset = before
 
     def record_and_change(run, pool):
         if recorder.num_graphs == 1:
             model.model.offset = torch.ones(1)
+            if error is not None:
+                raise error
         return record(run, pool)
 
     monkeypatch.setattr(graphing, "record", record_and_change)
+    return before
+
+
+def test_a_prompt_that_changes_modules_is_not_recorded(monkeypatch, recorder, model):
+    """A replay would not change them, and tensors of a graph must not stay there."""
+    before = change_while_recording(monkeypatch, recorder, model)
     with gdn.patch_transformers(graphs=True):
         generate(model, 4)
         assert [x.is_refused for x in kinds(model)] == [True] and model.model.offset is before
 
 
 def test_an_interrupted_recording_leaves_the_model_as_it_is(monkeypatch, recorder, model):
-    record, before = recorder.record, torch.zeros(1)
-    model.model.offset = before
-
-    def record_and_stop(run, pool):
-        if recorder.num_graphs == 1:
-            model.model.offset = torch.ones(1)
-            raise KeyboardInterrupt
-        return record(run, pool)
-
-    monkeypatch.setattr(graphing, "record", record_and_stop)
+    before = change_while_recording(monkeypatch, recorder, model, KeyboardInterrupt)
     with gdn.patch_transformers(graphs=True):
         with pytest.raises(KeyboardInterrupt):
             generate(model, 4)

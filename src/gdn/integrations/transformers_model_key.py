@@ -77,9 +77,9 @@ class ModelKey:
 class Snapshot:
     """Tell whether a model is as it was, in a quarter of the time that collecting its values takes.
 
-    It compares the identities of what `is_hooked` and `values_of` read. No object of the model is kept alive;
-    the contents of what may be another object at the same address are compared as well. A model that is told
-    apart may have equal values: the caller collects them then.
+    It compares the identities of what `is_hooked` and `values_of` read. No object of the model is kept alive,
+    so a new container or tensor may have the address of an old one: the contents of these are compared, too.
+    A model that differs from its snapshot may still have equal values: the caller then collects them anew.
     """
 
     def __init__(self, model: Any, modules: list[nn.Module]) -> None:
