@@ -10,6 +10,7 @@ modules and the states of PyTorch's random numbers as they were.
 import copy
 from collections.abc import Callable, Hashable
 from contextlib import suppress
+from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -38,7 +39,7 @@ def compile_together(model: Any, inputs: dict[str, Any], name: str) -> int:
         precompile = import_module("gdn.backends.triton.launch.precompile")
     except ImportError:
         return 0
-    needed = Needed(launches.stand_in)
+    needed = Needed(launches.stand_in, partial(launches.job_key, ids.device))
     attributes = Attributes(model)
     devices = [ids.device] if ids.is_cuda else []
     try:
@@ -63,8 +64,8 @@ def compile_together(model: Any, inputs: dict[str, Any], name: str) -> int:
 class Needed:
     """Keep the launches that need a compiler, each kernel once, without the memory of their tensors."""
 
-    def __init__(self, stand_in: Callable[[Any], Any]) -> None:
-        self.stand_in = stand_in
+    def __init__(self, stand_in: Callable[[Any], Any], key: Callable[[Any, Any], Hashable]) -> None:
+        self.stand_in, self.key = stand_in, key
         self.steps: dict[Hashable, Any] = {}
         # what calls of other sizes will need: arguments of `compile_ahead`
         self.ahead: list[Any] = []
@@ -73,7 +74,7 @@ class Needed:
         """Take a launch and its tensors, as a list does."""
         launch, tensors = step
         if launch.needs_compiler(tensors):
-            key = launch.binary_key(tensors), launch.num_stages
+            key = self.key(launch, tensors)
             if key not in self.steps:
                 self.steps[key] = launch, tuple(map(self.stand_in, tensors))
 
