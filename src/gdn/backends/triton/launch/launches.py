@@ -95,7 +95,7 @@ class Launch:
         return self.kernel[(self.grid,)](*tensors, *self.scalars, **self._constants)
 
     def binary_key(self, tensors: tuple[Tensor | None, ...]) -> Hashable:
-        """Return what identifies the binary that tensors of these dtypes need; `job_key` takes descriptors."""
+        """Return what identifies the binary for tensors of these dtypes; descriptors: see `job_key`."""
         dtypes = tuple([None if x is None else x.dtype for x in tensors])
         # the function: Triton would hash the kernel's source, which takes 10 to 40 ms
         return (self.kernel.fn, *self.constants.items(), self.num_warps, *self.options.items(), dtypes)
