@@ -36,7 +36,7 @@ def log(monkeypatch):
     """Capture, as far as `in_parallel` can tell; return what the streams do."""
     log = []
     streams = {name: Stream(name, log) for name in ("main", 0, 1, 2)}
-    monkeypatch.setattr(branches, "_branch_stream", lambda device, number: streams[number])
+    monkeypatch.setattr(branches, "branch_stream", lambda stream, number: streams[number])
     monkeypatch.setattr(branches, "is_captured", lambda device: True)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: streams["main"])
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: stream)

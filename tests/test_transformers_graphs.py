@@ -1,12 +1,15 @@
 """Test gdn.patch_transformers(graphs=True), on a CPU with a stand-in for the recorder of graphs."""
 
+import collections
 import contextlib
 import copy
 import gc
+import inspect
 import time
 import types
 import weakref
 from concurrent.futures import ThreadPoolExecutor
+from unittest import mock
 
 import pytest
 import torch
@@ -19,7 +22,9 @@ import gdn  # noqa: E402
 from gdn.integrations import transformers_branches as branches  # noqa: E402
 from gdn.integrations import transformers_capture as capturing  # noqa: E402
 from gdn.integrations import transformers_graphs as graphing  # noqa: E402
+from gdn.integrations import transformers_modes as modes  # noqa: E402
 from gdn.integrations import transformers_prompts as prompting  # noqa: E402
+from gdn.integrations import transformers_recording as recording_steps  # noqa: E402
 
 NEW = 9
 
@@ -29,14 +34,25 @@ class Recorder:
 
     def __init__(self, monkeypatch, fails=False):
         self.num_graphs, self.num_replays, self.fails = 0, 0, fails
+        self.spares, self.are_held = [], recording_steps.are_held
         monkeypatch.setattr(graphing, "DEVICES", ("cpu",))
-        monkeypatch.setattr(graphing, "record", self.record)
+        monkeypatch.setattr(capturing, "record", self.record)
+        monkeypatch.setattr(recording_steps, "are_held", self.are_held_by_others)
         monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
 
-    def record(self, run, pool):
+    def are_held_by_others(self, lists):
+        """Drop the tensors that a recorded prompt has in its cache: a CUDA graph keeps no tensors."""
+        for spare in filter(None, (x() for x in self.spares)):
+            for holder, name in recording_steps.CacheState(spare).tensor_places:
+                holder[name] = None
+        return self.are_held(lists)
+
+    def record(self, run, memory):
         if self.fails:
             raise RuntimeError("operation not permitted when stream is capturing")
         self.num_graphs += 1
+        variables = inspect.getclosurevars(run).nonlocals
+        self.spares += [weakref.ref(variables["spare"])] if "spare" in variables else []
         output = transformers.modeling_outputs.CausalLMOutputWithPast()
 
         def replay():
@@ -141,13 +157,18 @@ class Device:
     """Stand for a GPU whose context is entered, and note what a graph is captured on."""
 
     def __init__(self, monkeypatch):
-        self.current, self.captures = 0, []
+        self.current, self.captures, self.handles = 0, [], iter(range(1, 99))
         monkeypatch.setattr(torch.cuda, "current_device", lambda: self.current)
-        monkeypatch.setattr(torch.cuda, "Stream", lambda index: f"a stream of {index}")
-        monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: types.SimpleNamespace(replay=None))
+        monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: types.SimpleNamespace(replay=lambda: None))
         monkeypatch.setattr(torch.cuda, "graph", self.graph)
+        monkeypatch.setattr(torch.cuda, "graph_pool_handle", object)
         monkeypatch.setattr(torch.cuda, "device", self.device)
-        monkeypatch.setattr(capturing, "_capture_stream", capturing._capture_stream.__wrapped__)
+        monkeypatch.setattr(capturing, "_new_stream", self.new_stream)
+        monkeypatch.setattr(capturing, "_unused_streams", collections.defaultdict(list))
+        monkeypatch.setattr(capturing, "_branch_streams", {})
+
+    def new_stream(self, index):
+        return types.SimpleNamespace(index=index, cuda_stream=next(self.handles))
 
     @contextlib.contextmanager
     def device(self, device):
@@ -157,22 +178,90 @@ class Device:
 
     @contextlib.contextmanager
     def graph(self, graph, pool, stream):
-        self.captures.append((self.current, stream))
+        self.captures.append((self.current, stream.index))
         yield
 
 
 def test_a_graph_is_captured_on_the_device_of_the_model(monkeypatch):
     """The kernels of a model on a second GPU run beside a capture on the first, whose graph is empty."""
-    device = Device(monkeypatch)
-    ids = types.SimpleNamespace(is_cuda=True, device=torch.device("cuda", 1))
-    cache = transformers.StaticCache(config=families.make_model("qwen3_5").config, max_cache_len=8)
-    recording = graphing.Recording("key", {}, cache, graphing.CacheState(cache))
+    device, model = Device(monkeypatch), families.make_model("qwen3_5")
+    ids, call = types.SimpleNamespace(is_cuda=True), graphing.GraphedCall(model)
+    cache = transformers.StaticCache(config=model.config, max_cache_len=8)
+    recording = recording_steps.Recording("key", {}, cache, recording_steps.CacheState(cache))
     recording.inputs["input_ids"] = ids
-    recording.record(lambda inputs, cache: "output", None)
-    assert recording.output == "output" and device.captures == [(1, "a stream of 1")]
-    ids.device = torch.device("cuda", 0)
-    recording.record(lambda inputs, cache: "output", None)
-    assert device.captures[1:] == [(0, "a stream of 0")] and device.current == 0
+    for index in (1, 0):
+        ids.device = torch.device("cuda", index)
+        recording.record(lambda inputs, cache: "output", call.memory_of(recording.device))
+        assert recording.output == "output"
+    assert device.captures == [(1, 1), (0, 0)] and device.current == 0
+
+
+def streams_of(memory):
+    """Return the handles of the streams on which PyTorch has workspaces for a capture."""
+    branches_of = [capturing.branch_stream(memory.stream, number) for number in range(capturing.NUM_BRANCHES)]
+    return {x.cuda_stream for x in (memory.stream, *branches_of)}
+
+
+def test_graphs_of_two_models_have_no_workspace_in_common(monkeypatch):
+    """PyTorch has one for each stream of a capture, in the pool of the graph that needed it first."""
+    Device(monkeypatch)
+    model, device = families.make_model("qwen3_5"), torch.device("cuda", 0)
+    calls = [graphing.GraphedCall(model) for _ in range(2)]
+    one, other = (call.memory_of(device) for call in calls)
+    assert one is calls[0].memory_of(device) and one.pool != other.pool
+    assert len(streams_of(one)) == len(streams_of(other)) == 1 + capturing.NUM_BRANCHES
+    assert not streams_of(one) & streams_of(other)
+
+
+def test_a_stream_serves_other_graphs_after_the_last_of_its_own(monkeypatch):
+    """cuBLAS keeps a workspace for each stream; PyTorch 2.13 frees it with any graph of the stream."""
+    Device(monkeypatch)
+    memory = capturing.GraphMemory(0)
+    streams, (replay, _) = streams_of(memory), capturing.record(lambda: None, memory)
+    del memory
+    second = capturing.GraphMemory(0)
+    assert not streams & streams_of(second)
+    replay()
+    del replay
+    assert streams_of(capturing.GraphMemory(0)) == streams
+    assert not streams & streams_of(capturing.GraphMemory(1))
+
+
+def test_a_memory_without_graphs_is_not_used_again(monkeypatch):
+    """PyTorch refuses the handle of a pool whose last graph is gone."""
+    Device(monkeypatch)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    call, device = graphing.GraphedCall(families.make_model("qwen3_5")), torch.device("cuda", 0)
+    recording = types.SimpleNamespace(is_idle=False, device=device)
+    call.recordings = {"key": [recording]}
+    memory = call.memory_of(device)
+    call._free_idle()
+    assert call.memory_of(device) is memory
+    recording.is_idle = True
+    call._free_idle()
+    assert call.recordings == {} and call.memory_of(device) is not memory
+
+
+@pytest.mark.parametrize("has_driver", [True, False])
+def test_streams_of_captures_are_the_drivers(monkeypatch, has_driver):
+    """`torch.cuda.Stream` returns one of 32 in turn, which a caller may have as well."""
+
+    def create(handle, flags):
+        handle._obj.value = 7
+        assert flags == 1
+
+    def load(name):
+        if not has_driver:
+            raise OSError(name)
+        return types.SimpleNamespace(cuStreamCreate=create)
+
+    monkeypatch.setattr(capturing.ctypes, "CDLL", load)
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(torch.cuda, "device", lambda index: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "ExternalStream", lambda handle, device: ("external", handle, device))
+    monkeypatch.setattr(torch.cuda, "Stream", lambda index: ("of PyTorch", index))
+    expected = ("external", 7, 1) if has_driver else ("of PyTorch", 1)
+    assert capturing._new_stream(1) == expected
 
 
 class Stream:
@@ -198,6 +287,32 @@ def test_streams_of_one_model_wait_for_each_other(monkeypatch):
     assert other.waits == ["one"] and one.waits == ["other"]
 
 
+def test_a_cache_waits_for_the_stream_of_the_one_before(monkeypatch):
+    """The caller may have queued work on the cache that is gone after another cache's call."""
+    Recorder(monkeypatch)
+    streams = {name: Stream(name) for name in ("first", "second", "third")}
+    current = ["first"]
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: streams[current[0]])
+    enter = capturing.StreamOrder.enter
+    monkeypatch.setattr(
+        capturing.StreamOrder, "enter", lambda self, device: enter(self, torch.device("cuda", 0))
+    )
+    model, ids = copy.deepcopy(families.make_model("qwen3_5")), families.tokens(2, 20)
+    with gdn.patch_transformers(graphs=True), torch.no_grad():
+        steps = {}
+        for current[0] in ("first", "second"):
+            steps[current[0]] = Steps(model, ids)
+            for _ in range(3):
+                steps[current[0]]()
+        del steps["first"]
+        gc.collect()
+        current[0] = "third"
+        third = Steps(model, ids)
+        third()
+        assert streams["third"].waits == ["second", "first"]
+        assert [x.tenant.stream.name for x in recordings(model)] == ["third", "second"]
+
+
 def test_steps_and_prompts_enter_the_order_of_streams(monkeypatch):
     Recorder(monkeypatch)
     entered, model, ids = [], copy.deepcopy(families.make_model("qwen3_5")), families.tokens(2, 12)
@@ -211,11 +326,109 @@ def test_steps_and_prompts_enter_the_order_of_streams(monkeypatch):
             gc.collect()
 
 
-def test_kernels_of_attention_that_are_switched_off_have_other_graphs():
-    before = graphing._key_of_modes("cpu")
-    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
-        assert graphing._key_of_modes("cpu") != before
-    assert graphing._key_of_modes("cpu") == before
+@contextlib.contextmanager
+def flag(owner, name, value):
+    """Set an attribute of a module of PyTorch."""
+    before = getattr(owner, name)
+    assert before != value
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
+
+
+@contextlib.contextmanager
+def setting(getter, setter, value):
+    before = getter()
+    assert before != value
+    setter(value)
+    try:
+        yield
+    finally:
+        setter(before)
+
+
+CUDA, CUDNN, MATMUL = torch.backends.cuda, torch.backends.cudnn, torch.backends.cuda.matmul
+MODES = {
+    "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
+    "inference mode": torch.inference_mode,
+    "deterministic algorithms": lambda: setting(
+        torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms, True
+    ),
+    "dtype": lambda: setting(torch.get_default_dtype, torch.set_default_dtype, torch.float64),
+    "device": lambda: torch.device("meta"),
+    "tf32": lambda: flag(MATMUL, "fp32_precision", "tf32"),
+    "tf32 by another name": lambda: setting(
+        torch.get_float32_matmul_precision, torch.set_float32_matmul_precision, "high"
+    ),
+    "sums in bf16": lambda: flag(MATMUL, "allow_bf16_reduced_precision_reduction", False),
+    "sums in fp16": lambda: flag(MATMUL, "allow_fp16_reduced_precision_reduction", False),
+    "accumulators in fp16": lambda: flag(MATMUL, "allow_fp16_accumulation", True),
+    # PyTorch for a CPU has one only
+    "the library of matmuls": lambda: mock.patch.object(
+        torch._C, "_get_blas_preferred_backend", lambda: "other"
+    ),
+    "cuDNN": lambda: flag(CUDNN, "enabled", False),
+    "cuDNN, deterministic": lambda: flag(CUDNN, "deterministic", True),
+    "cuDNN, benchmark": lambda: flag(CUDNN, "benchmark", True),
+    "tf32 of convolutions": lambda: flag(CUDNN.conv, "fp32_precision", "ieee"),
+    "kernels of attention": lambda: torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH),
+    "their order": lambda: torch.nn.attention.sdpa_kernel(
+        [
+            torch.nn.attention.SDPBackend.CUDNN_ATTENTION, torch.nn.attention.SDPBackend.MATH,
+            torch.nn.attention.SDPBackend.FLASH_ATTENTION, torch.nn.attention.SDPBackend.EFFICIENT_ATTENTION,
+        ],
+        set_priority=True,
+    ),
+    "sums of attention": lambda: setting(
+        CUDA.fp16_bf16_reduction_math_sdp_allowed, CUDA.allow_fp16_bf16_reduction_math_sdp, True
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", MODES)
+def test_modes_and_flags_have_graphs_of_their_own(what):
+    before = modes.key_of_modes("cpu")
+    with MODES[what]():
+        assert modes.key_of_modes("cpu") != before
+    assert modes.key_of_modes("cpu") == before or what.startswith("tf32")
+
+
+@pytest.mark.parametrize("name", ["GDN_BACKEND", "GDN_DEBUG", "GDN_SEGMENTS"])
+def test_settings_of_gdn_have_graphs_of_their_own(monkeypatch, name):
+    monkeypatch.delenv(name, raising=False)
+    before = modes.key_of_modes("cpu")
+    monkeypatch.setenv(name, {"GDN_BACKEND": "eager", "GDN_DEBUG": "1", "GDN_SEGMENTS": "0"}[name])
+    assert modes.key_of_modes("cpu") != before
+
+
+class Functions(torch.overrides.TorchFunctionMode):
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        return function(*args, **(kwargs or {}))
+
+
+class Operators(torch.utils._python_dispatch.TorchDispatchMode):
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("mode", [Functions, Operators, lambda: torch.device("cpu")])
+def test_a_mode_that_sees_functions_or_operators_gets_no_replay(monkeypatch, mode):
+    """A counter of operators, a profiler of modules: a replay would hide the step from them."""
+    recorder, model = Recorder(monkeypatch), families.make_model("qwen3_5")
+    with gdn.patch_transformers(graphs=True), torch.no_grad():
+        steps = Steps(model, families.tokens(2, 20))
+        for _ in range(4):
+            steps()
+        replays = recorder.num_replays
+        with mode():
+            steps()
+            # the mode of a default device sees nothing; its steps have another key
+            num_keys = len(graphing._calls[model].eager_steps)
+            assert recorder.num_replays == replays and num_keys == 1 + (mode not in (Functions, Operators))
+        steps()
+        assert recorder.num_replays == replays + 1
 
 
 def test_a_step_that_cannot_be_recorded_runs_as_it_is(monkeypatch):
@@ -306,6 +519,63 @@ def test_layers_without_their_cache_keep_their_contents(monkeypatch):
         assert [x.is_idle for x in recordings(model)] == [True, False]
 
 
+KEPT = {
+    "a tensor": lambda layer: next(iter(layer.recurrent_states.values())),
+    "a dictionary": lambda layer: layer.recurrent_states,
+    "a view": lambda layer: next(iter(layer.recurrent_states.values()))[0, 1:],
+    "a detached tensor": lambda layer: next(iter(layer.recurrent_states.values())).detach(),
+}
+
+
+@pytest.mark.parametrize("what", KEPT)
+@pytest.mark.parametrize("with_prompts", [True, False])
+def test_tensors_that_their_caller_keeps_are_not_written(monkeypatch, what, with_prompts):
+    """Neither by the decode steps of the next cache nor by its prompt."""
+    Recorder(monkeypatch)
+    if not with_prompts:
+        monkeypatch.setattr(prompting, "MOST_TOKENS", 0)
+    model = copy.deepcopy(families.make_model("qwen3_5"))
+    more = {"return_dict_in_generate": True}
+    with gdn.patch_transformers(graphs=True):
+        for seed in range(4):
+            output = model.generate(families.tokens(2, 12, seed=seed), **options(**more))
+            layer = next(x for x in output[families.CACHE].layers if hasattr(x, "recurrent_states"))
+            kept = KEPT[what](layer) if seed == 3 else None
+            del output, layer
+            gc.collect()
+        assert [x.is_idle for x in recordings(model)] == [False]
+        state = next(iter(kept.values())) if isinstance(kept, dict) else kept
+        before = state.clone()
+        for seed in range(4, 7):
+            model.generate(families.tokens(2, 12, seed=seed), **options(**more))
+            gc.collect()
+        assert torch.equal(state, before)
+        assert [x.is_idle for x in recordings(model)] == [False, True]
+        del kept, state
+        assert [x.is_idle for x in recordings(model)] == [True, True]
+
+
+def test_two_caches_that_have_the_same_layers_have_one_tenant(monkeypatch):
+    """Two later caches must not get the tensors of these layers at a time."""
+    Recorder(monkeypatch)
+    model, ids = copy.deepcopy(families.make_model("qwen3_5")), families.tokens(2, 20)
+    with gdn.patch_transformers(graphs=True), torch.no_grad():
+        steps = Steps(model, ids)
+        for _ in range(3):
+            steps()
+        other = copy.copy(steps.cache)
+        steps.cache = other
+        gc.collect()
+        # a live cache with other arguments is recorded again
+        for _ in range(3):
+            steps(use_cache=True)
+        one, second = recordings(model)
+        assert one.tenant is second.tenant and one.owner() is other
+        del steps, other
+        gc.collect()
+        assert one.is_idle and second.is_idle
+
+
 def test_each_generate_of_a_kind_replays_one_graph(monkeypatch):
     recorder, model = Recorder(monkeypatch), copy.deepcopy(families.make_model("qwen3_5"))
     # the graphs of steps alone
@@ -357,11 +627,11 @@ def test_a_graph_makes_its_own_copies_of_weights_under_autocast(monkeypatch):
         kept.append((torch.is_autocast_enabled("cpu"), torch.is_autocast_cache_enabled()))
         return forward(self, x)
 
-    def record(run, pool):
+    def record(run, memory):
         monkeypatch.setattr(torch.nn.Linear, "forward", note)
-        return recorder.record(run, pool)
+        return recorder.record(run, memory)
 
-    monkeypatch.setattr(graphing, "record", record)
+    monkeypatch.setattr(capturing, "record", record)
     with gdn.patch_transformers(graphs=True), torch.autocast("cpu", torch.bfloat16):
         text = model.generate(ids, **options())
         assert recorder.num_replays > 0 and set(kept) == {(True, False)}
@@ -446,9 +716,9 @@ def test_a_cache_that_keeps_its_past_or_grows_is_not_recorded(monkeypatch, has_g
 def test_a_recording_depends_on_all_inputs_but_the_contents_of_tensors():
     def key(**given):
         tensors, others = [], []
-        assert graphing.describe(given, tensors, others)
+        assert recording_steps.describe(given, tensors, others)
         copies = []
-        graphing.clone(given, copies)
+        recording_steps.clone(given, copies)
         assert all(torch.equal(x, y) and x is not y for x, y in zip(tensors, copies, strict=True))
         return tuple(others)
 
@@ -477,7 +747,7 @@ def test_caches_do_not_share_the_tensors_of_one_that_is_gone(monkeypatch):
         gc.collect()
         one, other = Steps(model, ids), Steps(model, ids.flip(1))
         one()
-        state = graphing.CacheState(one.cache)
+        state = recording_steps.CacheState(one.cache)
         before = [x.clone() for x in state.tensors()]
         monkeypatch.setenv("GDN_BACKEND", "eager")
         other()
@@ -491,13 +761,13 @@ def test_caches_do_not_share_the_tensors_of_one_that_is_gone(monkeypatch):
 def test_two_threads_do_not_take_one_graph(monkeypatch):
     """Both find the graph of a cache that is gone."""
     recorder, model = Recorder(monkeypatch), families.make_model("qwen3_5")
-    adopt = graphing.Recording.adopt
+    adopt = recording_steps.Recording.adopt
 
     def adopt_slowly(*given):
         time.sleep(0.3)
         adopt(*given)
 
-    monkeypatch.setattr(graphing.Recording, "adopt", adopt_slowly)
+    monkeypatch.setattr(recording_steps.Recording, "adopt", adopt_slowly)
     with gdn.patch_transformers(graphs=True):
         model.generate(families.tokens(2, 12), **options())
         gc.collect()
@@ -507,6 +777,38 @@ def test_two_threads_do_not_take_one_graph(monkeypatch):
         for ids, text in zip(prompts, found, strict=True):
             assert torch.equal(text, eager(model, ids))
         assert recorder.num_graphs == 2
+
+
+def test_a_recording_of_another_thread_does_not_send_a_model_to_the_compiler(monkeypatch):
+    """While a step is recorded, linear layers have forwards of their own: such a model gets no graph."""
+    recorder, model = Recorder(monkeypatch), copy.deepcopy(families.make_model("qwen3_5"))
+    monkeypatch.setattr(torch, "compile", lambda call, **options: "compiled")
+    asked = []
+
+    def record(run, memory):
+        with branches.with_branches(model):
+            asked.append(pool.submit(model.get_compiled_call, None))
+            time.sleep(0.3)
+        return recorder.record(run, memory)
+
+    monkeypatch.setattr(capturing, "record", record)
+    with gdn.patch_transformers(graphs=True), ThreadPoolExecutor(1) as pool:
+        model.generate(families.tokens(2, 12), **options())
+        assert [x.result() for x in asked] == [graphing._calls[model]]
+
+
+def test_another_choice_of_packing_frees_the_graphs(monkeypatch):
+    """A replay has the prompt's layers as they were recorded, and looks for no documents."""
+    Recorder(monkeypatch)
+    model = copy.deepcopy(families.make_model("qwen3_5"))
+    with gdn.patch_transformers(graphs=True):
+        model.generate(families.tokens(2, 12), **options())
+        with gdn.patch_transformers():
+            assert len(recordings(model)) == 1
+        with gdn.patch_transformers(infer_packing=True):
+            assert len(graphing._calls) == 0
+            model.generate(families.tokens(2, 12), **options())
+        assert len(graphing._calls) == 0
 
 
 def test_the_kind_of_a_cache_has_its_classes_and_shared_memory():
@@ -520,7 +822,7 @@ def test_the_kind_of_a_cache_has_its_classes_and_shared_memory():
         pass
 
     def key(*layers):
-        return graphing.CacheState(types.SimpleNamespace(layers=layers)).key()
+        return recording_steps.CacheState(types.SimpleNamespace(layers=layers)).key()
 
     def new():
         return torch.zeros(2, 3)
@@ -558,8 +860,8 @@ def test_options_are_checked():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_graph_has_the_bits_of_eager_steps(monkeypatch, family, dtype):
     model, ids = copy.deepcopy(families.make_model(family)).to("cuda", dtype), families.tokens(2, 12).cuda()
-    counted, make = [], branches._branch_stream
-    monkeypatch.setattr(branches, "_branch_stream", lambda device, n: counted.append(n) or make(device, n))
+    counted, make = [], branches.branch_stream
+    monkeypatch.setattr(branches, "branch_stream", lambda stream, n: counted.append(n) or make(stream, n))
     more = {"output_logits": True, "return_dict_in_generate": True}
     given = options(**more)
     del given["compile_config"]
@@ -576,3 +878,51 @@ def test_a_graph_has_the_bits_of_eager_steps(monkeypatch, family, dtype):
     names = [name.split(".")[-1] for name, _ in model.named_modules()]
     beside = ("in_proj_z", "in_proj_b", "in_proj_a", "in_proj_ba", "k_proj", "v_proj", "up_proj")
     assert len(counted) == 2 * sum(names.count(name) for name in beside) > 0
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_two_models_replay_on_two_streams_at_once():
+    """Matmuls of few rows and many columns sum in cuBLAS's workspace, which the graphs must not share."""
+    config = families.make_config("qwen3_5")
+    config.hidden_size, config.intermediate_size = 1024, 8192
+    make = transformers.AutoModelForCausalLM.from_config
+    models = [make(config).eval().to("cuda", torch.bfloat16) for _ in range(2)]
+    streams = [torch.cuda.Stream() for _ in models]
+    ids = [families.tokens(2, 12, seed=seed).cuda() for seed in range(2)]
+    more = {"output_logits": True, "return_dict_in_generate": True}
+    given = options(**more)
+    del given["compile_config"]
+
+    def generate(number, count):
+        found = []
+        with torch.cuda.stream(streams[number]):
+            for _ in range(count):
+                output = models[number].generate(ids[number], **given)
+                found.append(torch.stack(output.logits))
+                # the next generate finds the graph of a cache that is gone
+                del output
+                gc.collect()
+        streams[number].synchronize()
+        return found
+
+    with gdn.patch_transformers(graphs=True):
+        expected = [torch.stack(eager(*x, **more).logits) for x in zip(models, ids, strict=True)]
+        torch.cuda.synchronize()
+        for number in range(2):
+            # in one thread, which has one cuBLAS handle
+            generate(number, 4)
+        one, other = (streams_of(*graphing._calls[model].memories.values()) for model in models)
+        assert not one & other
+        graphs = [len(recordings(model)) for model in models]
+        with ThreadPoolExecutor(2) as pool:
+            results = list(pool.map(generate, range(2), (20, 20)))
+        for found, logits in zip(results, expected, strict=True):
+            assert all(torch.equal(x, logits) for x in found)
+        assert graphs == [1, 1] == [len(recordings(model)) for model in models]
+        # what one model's graphs have must not go with the other's
+        del graphing._calls[models[0]]
+        gc.collect()
+        torch.cuda.empty_cache()
+        others = [torch.full((1 << 22,), float("nan"), device="cuda") for _ in range(64)]
+        assert all(torch.equal(x, expected[1]) for x in generate(1, 4)) and len(others) == 64

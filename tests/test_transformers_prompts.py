@@ -13,9 +13,11 @@ import test_transformers as families  # noqa: E402
 from test_transformers_graphs import NEW, Recorder, eager, options, recordings  # noqa: E402
 
 import gdn  # noqa: E402
+from gdn.integrations import transformers_capture as capturing  # noqa: E402
 from gdn.integrations import transformers_graphs as graphing  # noqa: E402
 from gdn.integrations import transformers_model_key as keys  # noqa: E402
 from gdn.integrations import transformers_prompts as prompting  # noqa: E402
+from gdn.integrations import transformers_recording as recording_steps  # noqa: E402
 
 # the recording of a step is one graph, that of a prompt another
 STEPS = NEW - 1
@@ -102,9 +104,9 @@ def test_a_cache_that_its_caller_keeps_is_not_written(recorder, model, new):
         kept = model.generate(families.tokens(2, 12, seed=9), **options(**more))
         cache = kept[families.CACHE]
         assert any(x.owner() is cache for x in recordings(model))
-        contents = [x.clone() for x in graphing.CacheState(cache).tensors()]
+        contents = [x.clone() for x in recording_steps.CacheState(cache).tensors()]
         generate(model, 2)
-        after = graphing.CacheState(cache).tensors()
+        after = recording_steps.CacheState(cache).tensors()
         assert all(torch.equal(x, y) for x, y in zip(contents, after, strict=True))
         assert not any(x.is_idle for x in recordings(model) if x.owner() is cache)
 
@@ -159,8 +161,8 @@ def test_what_is_left_to_the_model(monkeypatch, recorder, model, why):
 def test_a_replay_with_other_bits_is_not_kept(monkeypatch, recorder, model):
     record = recorder.record
 
-    def record_otherwise(run, pool):
-        replay, output = record(run, pool)
+    def record_otherwise(run, memory):
+        replay, output = record(run, memory)
         if recorder.num_graphs == 1:
             return replay, output
 
@@ -170,7 +172,7 @@ def test_a_replay_with_other_bits_is_not_kept(monkeypatch, recorder, model):
 
         return replay_otherwise, output
 
-    monkeypatch.setattr(graphing, "record", record_otherwise)
+    monkeypatch.setattr(capturing, "record", record_otherwise)
     with gdn.patch_transformers(graphs=True):
         generate(model, 5)
         assert [x.is_refused for x in kinds(model)] == [True] and recorder.num_graphs == 2
@@ -182,14 +184,14 @@ def change_while_recording(monkeypatch, recorder, model, error=None):
     record, before = recorder.record, torch.zeros(1)
     model.model.offset = before
 
-    def record_and_change(run, pool):
+    def record_and_change(run, memory):
         if recorder.num_graphs == 1:
             model.model.offset = torch.ones(1)
             if error is not None:
                 raise error
-        return record(run, pool)
+        return record(run, memory)
 
-    monkeypatch.setattr(graphing, "record", record_and_change)
+    monkeypatch.setattr(capturing, "record", record_and_change)
     return before
 
 
@@ -213,12 +215,12 @@ def test_an_interrupted_recording_leaves_the_model_as_it_is(monkeypatch, recorde
 def test_a_prompt_that_cannot_be_recorded_runs_as_it_is(monkeypatch, recorder, model):
     record = recorder.record
 
-    def fail(run, pool):
+    def fail(run, memory):
         if recorder.num_graphs == 0:
-            return record(run, pool)
+            return record(run, memory)
         raise RuntimeError("operation not permitted when stream is capturing")
 
-    monkeypatch.setattr(graphing, "record", fail)
+    monkeypatch.setattr(capturing, "record", fail)
     with (
         gdn.patch_transformers(graphs=True),
         pytest.warns(
@@ -290,47 +292,72 @@ CHANGES = {
     "a dictionary of one": lambda m: m.lm_head.scales["more"].update(default=2.0),
     "a function": lambda m: setattr(m.lm_head, "act", torch.tanh),
     "an object for a number": lambda m: setattr(m.model.norm, "eps", object()),
+    "a stride": lambda m: setattr(m.lm_head.offset, "data", m.lm_head.offset.data.t()),
+    "a weight's stride": lambda m: setattr(m.lm_head.square, "data", m.lm_head.square.data.t()),
     "attention": lambda m: m.set_attn_implementation("eager"),
+    "a configuration's value": lambda m: setattr(m.config, "norm_topk_prob", True),
+    "a configuration's list": lambda m: m.config.layer_types.append("other"),
+    "a configuration's dictionary": lambda m: m.config.rope_parameters.update(factor=2.0),
+    "a dictionary of that": lambda m: m.config.rope_parameters["full_attention"].update(factor=2.0),
+    "another configuration": lambda m: setattr(m.lm_head, "config", copy.deepcopy(m.config)),
+    "a part of a configuration": lambda m: setattr(m.config.part, "chunk_size", 8),
+    "attention of a part": lambda m: setattr(m.config.part, "_attn_implementation", "eager"),
+    "another part": lambda m: setattr(m.config, "part", copy.deepcopy(m.config.part)),
+    "registered attention": lambda m: transformers.AttentionInterface.register("sdpa", lambda *args: None),
+    "a tuple": lambda m: setattr(m.lm_head, "sizes", (1, 3)),
+    "a list in a tuple": lambda m: m.lm_head.mixed[0].append(1),
     "a class": lambda m: setattr(m.lm_head, "__class__", type("Head", (torch.nn.Linear,), {})),
 }
 
 
 # a model with hooks gets no graph
-IN_VALUES = CHANGES.keys() - {"a hook", "a hook before", "an object for a number"}
+NOT_IN_VALUES = {"a hook", "a hook before", "an object for a number", "another configuration", "another part"}
+IN_VALUES = CHANGES.keys() - NOT_IN_VALUES
 
 
 @pytest.mark.parametrize("what", CHANGES)
-def test_a_snapshot_tells_a_changed_model(model, what):
+def test_a_snapshot_tells_a_changed_model(monkeypatch, model, what):
     model.lm_head.scales, model.lm_head.adapters = {"default": 1.0, "more": {"default": 1.0}}, ["one"]
-    model.lm_head.offset, model.lm_head.offsets, model.lm_head.act = torch.ones(1), [], torch.sigmoid
-    snapshot = keys.Snapshot(model, keys.modules_of(model))
-    values = keys.values_of(model, keys.modules_of(model))
+    model.lm_head.offset, model.lm_head.offsets, model.lm_head.act = torch.ones(2, 2), [], torch.sigmoid
+    model.lm_head.square, model.lm_head.sizes = torch.nn.Parameter(torch.ones(3, 3)), (1, 2)
+    model.lm_head.mixed = ([], 1)
+    model.config.rope_parameters["full_attention"] = {"factor": 1.0}
+    model.config.part = copy.deepcopy(model.config)
+    registered = transformers.AttentionInterface._global_mapping
+    monkeypatch.setattr(transformers.AttentionInterface, "_global_mapping", dict(registered))
+    snapshot = keys.Snapshot(keys.modules_of(model))
+    values = keys.values_of(keys.modules_of(model))
     assert snapshot.is_of(model) and not snapshot.is_of(copy.deepcopy(model))
     kept = model.lm_head
     CHANGES[what](model)
     assert snapshot.is_of(model) == (what == "nothing") and kept is not None
     if what == "nothing" or what in IN_VALUES:
-        assert (keys.values_of(model, keys.modules_of(model)) == values) == (what == "nothing")
+        assert (keys.values_of(keys.modules_of(model)) == values) == (what == "nothing")
 
 
 def test_positions_of_images_are_no_part_of_a_model(model):
     """A multimodal model replaces them in each `generate`, and would be recorded each time."""
     model.model.rope_deltas = torch.zeros(1)
-    values = keys.values_of(model, keys.modules_of(model))
+    values = keys.values_of(keys.modules_of(model))
     model.model.rope_deltas = torch.zeros(1)
-    assert keys.values_of(model, keys.modules_of(model)) == values
+    assert keys.values_of(keys.modules_of(model)) == values
+
+
+def dictionaries_of(model):
+    own = [m.__dict__ for m in keys.modules_of(model)]
+    return own, [x.__dict__ for x in keys.configs_of(own)]
 
 
 def test_a_snapshot_tells_a_value_at_the_address_of_an_object(model):
     model.lm_head.scale = object()
-    snapshot = keys.Snapshot(model, keys.modules_of(model))
+    snapshot = keys.Snapshot(keys.modules_of(model))
     model.lm_head.scale = 2.0
-    snapshot.identities = list(map(id, snapshot._attributes([m.__dict__ for m in keys.modules_of(model)])))
+    snapshot.identities = list(map(id, snapshot._attributes(*dictionaries_of(model))))
     assert not snapshot.is_of(model)
 
 
 def test_a_snapshot_tells_another_forward_of_a_class(monkeypatch, model):
-    snapshot = keys.Snapshot(model, keys.modules_of(model))
+    snapshot = keys.Snapshot(keys.modules_of(model))
     monkeypatch.setattr(torch.nn.Linear, "forward", lambda self, x: -x)
     assert not snapshot.is_of(model)
 

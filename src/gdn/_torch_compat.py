@@ -6,6 +6,10 @@ Each name here may move or go with a new version of PyTorch. None has a public c
     _len_torch_dispatch_stack            an active TorchDispatchMode must see an operator, not its parts
     _functorch.peek_interpreter_stack    so must a transform of torch.func
     _len_torch_function_stack            an active TorchFunctionMode must see the functions of a module
+    _get_current_function_mode_stack     those modes, of which DeviceContext, a default device, sees nothing
+    _get_sdp_priority_order              the order in which attention prefers its kernels, set by sdpa_kernel
+    _get_fp32_precision_getter, ...      flags of torch.backends, whose attributes cost 1 us each
+    _storage_Use_Count                   how many tensors have one memory: a caller may keep views
     module._has_any_global_hook          hooks of all modules must see a module's call, not its functions
     _top_saved_tensors_default_hooks     hooks of saved tensors, as of activation checkpointing
     _get_current_graph_task_keep_graph   True while a backward keeps its graph for another one
@@ -28,6 +32,7 @@ from torch import Tensor
 from torch._functorch import config as _functorch
 from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
 from torch.autograd import forward_ad
+from torch.utils._device import DeviceContext
 
 __all__ = [
     "FunctionalTensor",
@@ -35,6 +40,7 @@ __all__ = [
     "decomposes_kernels",
     "flat_group",
     "forward_tangent",
+    "function_devices",
     "functional_collectives",
     "group_store",
     "group_timeout",
@@ -45,8 +51,10 @@ __all__ = [
     "is_forward_mode",
     "is_plain",
     "keeps_graph",
+    "kernel_flags",
     "run_collective",
     "run_once",
+    "storage_uses",
 ]
 
 
@@ -58,6 +66,44 @@ def is_forward_mode() -> bool:
 def has_function_mode() -> bool:
     """Return True inside a TorchFunctionMode."""
     return bool(torch._C._len_torch_function_stack() > 0)
+
+
+def function_devices() -> tuple[torch.device, ...] | None:
+    """Return the default devices of active TorchFunctionModes; None if there is a mode of another kind."""
+    if torch._C._len_torch_function_stack() == 0:
+        return ()
+    modes = torch.overrides._get_current_function_mode_stack()
+    if any(type(mode) is not DeviceContext for mode in modes):
+        return None
+    return tuple(mode.device for mode in modes)
+
+
+def kernel_flags() -> tuple[Any, ...]:
+    """Return the flags of torch.backends by which matmuls, convolutions and attention select kernels.
+
+    `torch.get_float32_matmul_precision` is not among them: it raises where `fp32_precision` was set, which
+    has the same information.
+    """
+    get = torch._C
+    return (
+        get._get_fp32_precision_getter("cuda", "matmul"), get._get_fp32_precision_getter("cuda", "conv"),
+        get._get_cublas_allow_fp16_reduced_precision_reduction(), get._get_cublas_allow_fp16_accumulation(),
+        get._get_cublas_allow_bf16_reduced_precision_reduction(), get._get_blas_preferred_backend(),
+        get._get_cudnn_enabled(), get._get_cudnn_deterministic(), get._get_cudnn_benchmark(),
+        get._get_flash_sdp_enabled(), get._get_mem_efficient_sdp_enabled(), get._get_math_sdp_enabled(),
+        get._get_cudnn_sdp_enabled(), get._get_math_sdp_allow_fp16_bf16_reduction(),
+        tuple(get._get_sdp_priority_order()),
+    )  # fmt: skip
+
+
+def storage_uses(x: Tensor) -> tuple[int, int]:
+    """Return the address of a tensor's storage object, and its number of references: one for each tensor.
+
+    The storage's Python object is one more, which exists in this call at the latest.
+    """
+    storage = x.untyped_storage()
+    address: int = storage._cdata
+    return address, torch._C._storage_Use_Count(address)
 
 
 def has_global_hooks() -> bool:

@@ -96,7 +96,7 @@ class Patch:
             _graphing[:] = [patch for patch in _active if patch.graphs]
             if not _graphing:
                 graphing.forget()
-            _watch.is_inferring = any(patch.infer_packing for patch in _active)
+            _choose_inference()
             if not _active:
                 for entry in reversed(_replaced):
                     entry.restore()
@@ -181,9 +181,16 @@ def patch_transformers(*, infer_packing: bool = False, graphs: bool = False) -> 
             )  # fmt: skip
         _active.append(patch)
         _graphing[:] = [patch for patch in _active if patch.graphs]
-        _watch.is_inferring = any(patch.infer_packing for patch in _active)
+        _choose_inference()
         _scan()
     return patch
+
+
+def _choose_inference() -> None:
+    """Infer packing if an active patch asks for it. Recordings were made with the choice before."""
+    before, _watch.is_inferring = _watch.is_inferring, any(patch.infer_packing for patch in _active)
+    if _watch.is_inferring is not before:
+        graphing.forget()
 
 
 def _scan_on_subclass(original: Any) -> classmethod:

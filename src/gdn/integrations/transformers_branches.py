@@ -14,6 +14,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from gdn.integrations.transformers_capture import branch_stream
+
 X = TypeVar("X")
 
 # linear layers of one module that a model file applies to one tensor, in the order of their calls
@@ -32,13 +34,13 @@ def in_parallel(device: torch.device, first: Callable[[], X], *others: Callable[
         return [first(), *(run() for run in others)]
     stream, results = torch.cuda.current_stream(device), []
     for number, run in enumerate(others):
-        branch = _branch_stream(device, number)
+        branch = branch_stream(stream, number)
         branch.wait_stream(stream)
         with torch.cuda.stream(branch):
             results.append(run())
     results.insert(0, first())
     for number in range(len(others)):
-        stream.wait_stream(_branch_stream(device, number))
+        stream.wait_stream(branch_stream(stream, number))
     return results
 
 
@@ -47,12 +49,6 @@ def is_captured(device: torch.device) -> bool:
     if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
         return False
     return device.index == torch.cuda.current_device()
-
-
-@functools.cache
-def _branch_stream(device: torch.device, number: int) -> torch.cuda.Stream:
-    # the same ones for all graphs, as torch.cuda.graph captures on one stream
-    return torch.cuda.Stream(device)
 
 
 @contextmanager

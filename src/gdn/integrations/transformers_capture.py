@@ -1,30 +1,83 @@
-"""Capture CUDA graphs on the device of a model, and order their replays on several streams."""
+"""Capture CUDA graphs on the device of a model, and order their replays on several streams.
 
+PyTorch has a cuBLAS workspace for each handle and stream. A capture that needs one first allocates it in the
+memory pool of its graph, and later captures on that stream write its address into their graphs, too. PyTorch
+2.13 frees the workspaces of a stream with each graph that was captured there. So two models whose graphs were
+captured on one stream would write one workspace at the same time, or one that was freed with the other model.
+Graphs of one `GraphMemory` have a pool and streams of their own. They never run at the same time.
+"""
+
+import ctypes
 import functools
+import weakref
+from collections import defaultdict
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
 
 import torch
 from torch import Tensor
 
+# streams for branches of one graph: as many as the largest group of matmuls has besides its first
+NUM_BRANCHES = 3
+# of graphs that are gone, by device: cuBLAS keeps a workspace for each, so they are used again
+_unused_streams: defaultdict[int, list[Any]] = defaultdict(list)
+# by the handle of the stream that captures
+_branch_streams: dict[int, list[Any]] = {}
 
-def record(run: Callable[[], Any], pool: Any) -> tuple[Callable[[], None], Any]:
-    """Record a CUDA graph of run() on the current device in the memory of `pool`.
+
+class GraphMemory:
+    """Hold the memory pool and the stream of graphs that never run at the same time."""
+
+    def __init__(self, index: int) -> None:
+        self.pool: Any = torch.cuda.graph_pool_handle()
+        unused = _unused_streams[index]
+        self.stream = unused.pop() if unused else _capture_stream(index)
+        # each graph holds this object, so the stream serves others when the last graph is gone
+        weakref.finalize(self, unused.append, self.stream)
+
+
+def record(run: Callable[[], Any], memory: GraphMemory) -> tuple[Callable[[], None], Any]:
+    """Record a CUDA graph of run() on the current device, which is that of `memory`.
 
     Return its replay and its output.
     """
     graph = torch.cuda.CUDAGraph()
-    # the default stream of captures is of the device that was current at a process's first capture
-    with torch.cuda.graph(graph, pool=pool, stream=_capture_stream(torch.cuda.current_device())):
+    with torch.cuda.graph(graph, pool=memory.pool, stream=memory.stream):
         output = run()
-    return graph.replay, output
+    return functools.partial(_replay, memory, graph), output
 
 
-@functools.cache
-def _capture_stream(index: int) -> torch.cuda.Stream:
-    # one for all graphs of a device, as graphs that share a pool need
+def _replay(memory: GraphMemory, graph: torch.cuda.CUDAGraph) -> None:
+    graph.replay()
+
+
+def _capture_stream(index: int) -> Any:
+    """Return a new stream with branches, which are created here as a capture may forbid it."""
+    stream = _new_stream(index)
+    _branch_streams[stream.cuda_stream] = [_new_stream(index) for _ in range(NUM_BRANCHES)]
+    return stream
+
+
+def _new_stream(index: int) -> Any:
+    """Return a stream of a device that nobody else has; `torch.cuda.Stream` returns one of 32 in turn."""
+    if torch.version.hip is None:
+        handle = ctypes.c_void_p()
+        with suppress(OSError), torch.cuda.device(index):
+            non_blocking = 1  # CU_STREAM_NON_BLOCKING: a capture is not disturbed by the default stream
+            ctypes.CDLL("libcuda.so.1").cuStreamCreate(ctypes.byref(handle), non_blocking)
+        if handle.value:
+            return torch.cuda.ExternalStream(handle.value, device=index)
     return torch.cuda.Stream(index)
+
+
+def branch_stream(stream: torch.cuda.Stream, number: int) -> Any:
+    """Return the stream of a branch of the graph that `stream` captures; others have other branches."""
+    branches = _branch_streams.setdefault(stream.cuda_stream, [])
+    while len(branches) <= number:
+        # of a capture of the caller
+        branches.append(torch.cuda.Stream(stream.device))
+    return branches[number]
 
 
 def on_device_of(x: Tensor) -> AbstractContextManager[Any]:
@@ -42,7 +95,10 @@ class StreamOrder:
         """Let the current stream of a device wait for the stream of the call before, if it is another."""
         if device.type != "cuda":
             return
-        stream = torch.cuda.current_stream(device)
-        if self.last is not None and stream != self.last:
-            stream.wait_stream(self.last)
-        self.last = stream
+        before, self.last = self.last, torch.cuda.current_stream(device)
+        self.wait_for(before)
+
+    def wait_for(self, stream: Any) -> None:
+        """Let the stream of this call wait for another one, which may be None."""
+        if stream is not None and stream != self.last:
+            self.last.wait_stream(stream)

@@ -82,30 +82,35 @@ class Snapshot:
     A model that differs from its snapshot may still have equal values: the caller then collects them anew.
     """
 
-    def __init__(self, model: Any, modules: list[nn.Module]) -> None:
+    def __init__(self, modules: list[nn.Module]) -> None:
         self.modules = list(map(ref, modules))
         own = [m.__dict__ for m in modules]
         self.getters = [itemgetter("training", "_modules", *(x.keys() - COMMON)) for x in own]
         self.sizes, self.kinds = list(map(len, own)), list(map(type, modules))
         self.forwards = {kind: _forward_of(kind) for kind in set(self.kinds)}
-        self.attention = _attention_of(model)
-        attributes = self._attributes(own)
+        configs = configs_of(own)
+        self.configs = list(map(ref, configs))
+        settings = [x.__dict__ for x in configs]
+        self.names = list(map(list, settings))
+        self.attention = _attention_of(configs)
+        attributes = self._attributes(own, settings)
         self.identities, self.types = list(map(id, attributes)), list(map(type, attributes))
         # no other value gets its address
-        self.values = [x for x in attributes if isinstance(x, VALUES)]
-        kinds = (*CONTAINERS, Tensor)
-        places = [[name for name in x.keys() - COMMON if isinstance(x[name], kinds)] for x in own]
+        self.values = list(filter(_is_constant, attributes))
+        places = [[name for name in x.keys() - COMMON if _may_change(x[name])] for x in own]
         self.containers = [(place, name) for place, names in enumerate(places) for name in names]
-        self.contents = self._contents(own)
+        self.lists = [(place, name) for place, x in enumerate(settings) for name in x if _may_change(x[name])]
+        self.contents = self._contents(own, settings)
 
     def is_of(self, model: Any) -> bool:
         """Return True if the model has no hooks and all is as in the snapshot."""
-        modules = [module() for module in self.modules]
-        if (
-            modules[0] is not model
-            or list(map(type, modules)) != self.kinds
-            or _attention_of(model) != self.attention
-        ):
+        modules, configs = [x() for x in self.modules], [x() for x in self.configs]
+        if modules[0] is not model or list(map(type, modules)) != self.kinds:
+            return False
+        if any(x is None for x in configs):
+            return False
+        settings = [x.__dict__ for x in configs]
+        if list(map(list, settings)) != self.names or _attention_of(configs) != self.attention:
             return False
         own = [m.__dict__ for m in modules]
         if any(map(itemgetter("_forward_hooks"), own)) or any(map(itemgetter("_forward_pre_hooks"), own)):
@@ -113,44 +118,53 @@ class Snapshot:
         if list(map(len, own)) != self.sizes:
             return False
         try:
-            attributes = self._attributes(own)
+            attributes = self._attributes(own, settings)
         except KeyError:
             # an attribute has another name
             return False
         if list(map(id, attributes)) != self.identities or list(map(type, attributes)) != self.types:
             return False
         is_same = all(_forward_of(kind) is forward for kind, forward in self.forwards.items())
-        return is_same and self._contents(own) == self.contents
+        return is_same and self._contents(own, settings) == self.contents
 
-    def _attributes(self, own: list[dict[str, Any]]) -> list[Any]:
-        return list(chain.from_iterable([get(x) for get, x in zip(self.getters, own, strict=True)]))
+    def _attributes(self, own: list[dict[str, Any]], settings: list[dict[str, Any]]) -> list[Any]:
+        """Return the attributes of all modules and configurations."""
+        of_modules = [get(x) for get, x in zip(self.getters, own, strict=True)]
+        return list(chain(chain.from_iterable(of_modules), *(x.values() for x in settings)))
 
-    def _contents(self, own: list[dict[str, Any]]) -> tuple[list[Any], ...]:
-        """Return what there is in the dictionaries and lists of all modules."""
+    def _contents(self, own: list[dict[str, Any]], settings: list[dict[str, Any]]) -> tuple[list[Any], ...]:
+        """Return what there is in the dictionaries and lists of all modules and configurations."""
         modules, *others = ([x[name] for x in own] for name in ("_modules", "_parameters", "_buffers"))
         tensors = list(chain.from_iterable([x.values() for x in chain(*others) if x]))
         weights = [x for x in tensors if x is not None]
         return (
             list(map(len, modules)), list(map(id, chain.from_iterable([x.values() for x in modules if x]))),
             list(map(id, tensors)), list(map(Tensor.data_ptr, weights)),
-            list(map(attrgetter("shape", "dtype"), weights)),
+            list(map(attrgetter("shape", "dtype"), weights)), list(map(Tensor.stride, weights)),
             [_plain(own[place][name]) for place, name in self.containers],
+            [_plain(settings[place][name]) for place, name in self.lists],
         )  # fmt: skip
 
 
-def values_of(model: Any, modules: list[nn.Module]) -> tuple[Hashable, ...]:
+def values_of(modules: list[nn.Module]) -> tuple[Hashable, ...]:
     """Return what a recording has of a model: addresses, and what Python decides by.
 
     Weights that are written in place are read by a replay. Weights that are replaced are not, and neither is
-    an adapter that is switched, a scale, or another forward.
+    an adapter that is switched, a scale, another forward, or a value of a configuration, which forwards read.
     """
-    values: list[Hashable] = [_attention_of(model)]
+    configs = configs_of([m.__dict__ for m in modules])
+    values: list[Hashable] = [*_attention_of(configs)]
+    for config in configs:
+        kind: Any = type(config)
+        values.append(kind)
+        for name, x in config.__dict__.items():
+            values += (name, x if isinstance(x, VALUES) else _plain(x))
     for m in modules:
         own = m.__dict__
-        kind: Any = type(m)
+        kind = type(m)
         values += (kind, kind.forward, m.training)
         for x in chain(own["_parameters"].values(), own["_buffers"].values()):
-            values += (None,) if x is None else (x.data_ptr(), x.shape, x.dtype)
+            values += (None,) if x is None else _place_of(x)
         for name in own.keys() - COMMON - REPLACED:
             x = own[name]
             values += (name, x if isinstance(x, VALUES) else _plain(x))
@@ -161,8 +175,41 @@ def _forward_of(kind: Any) -> Any:
     return kind.forward
 
 
-def _attention_of(model: Any) -> Any:
-    return getattr(model.config, "_attn_implementation", None)
+def _is_constant(x: Any) -> bool:
+    """Return True for an object that cannot change: as long as it lives, its address tells its contents."""
+    return isinstance(x, VALUES) or (type(x) is tuple and all(isinstance(y, VALUES) for y in x))
+
+
+def _may_change(x: Any) -> bool:
+    return isinstance(x, (*CONTAINERS, Tensor)) and not _is_constant(x)
+
+
+def configs_of(own: list[dict[str, Any]]) -> list[Any]:
+    """Return the configurations that modules have, and those that are parts of these, each once."""
+    configs = {id(x): x for attributes in own if _is_config(x := attributes.get("config"))}
+    listed = list(configs.values())
+    # the list grows while it is read
+    for config in listed:
+        for x in config.__dict__.values():
+            if _is_config(x) and id(x) not in configs:
+                configs[id(x)] = x
+                listed.append(x)
+    return listed
+
+
+def _is_config(x: Any) -> bool:
+    return hasattr(type(x), "model_type")
+
+
+def _attention_of(configs: list[Any]) -> list[Any]:
+    """Return the function that is registered for the attention of each configuration, or None."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS as functions
+
+    return [functions.get(getattr(config, "_attn_implementation", None)) for config in configs]
+
+
+def _place_of(x: Tensor) -> tuple[Hashable, ...]:
+    return x.data_ptr(), x.shape, x.stride(), x.dtype
 
 
 def _plain(x: Any, depth: int = 2) -> tuple[Hashable, ...]:
@@ -171,7 +218,7 @@ def _plain(x: Any, depth: int = 2) -> tuple[Hashable, ...]:
     `depth`: how deep containers may lie in containers; those below do not count.
     """
     if isinstance(x, Tensor):
-        return x.data_ptr(), x.shape, x.dtype
+        return _place_of(x)
     if isinstance(x, CONTAINERS):
         pairs = x.items() if isinstance(x, dict) else enumerate(x)
         if depth == 0:

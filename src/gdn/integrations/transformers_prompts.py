@@ -23,11 +23,13 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from gdn.integrations import transformers_capture as capturing
 from gdn.integrations import transformers_graphs as graphing
 from gdn.integrations.transformers_compile import compile_together
-from gdn.integrations.transformers_graphs import CacheState, GraphedCall, Recording
+from gdn.integrations.transformers_graphs import GraphedCall
 from gdn.integrations.transformers_model_key import VALUES, Attributes
 from gdn.integrations.transformers_packing import CACHES
+from gdn.integrations.transformers_recording import CacheState, Recording, clone, copy_of, describe
 
 # prompts of a kind that run as they are before one is recorded: few lengths come three times by chance
 EAGER_PROMPTS = 2
@@ -126,7 +128,7 @@ class PromptRecording:
     def __init__(self, kind: PromptKind, inputs: dict[str, Any]) -> None:
         self.kind = kind
         self.given: list[Tensor] = []
-        self.inputs = graphing.clone(inputs, self.given)
+        self.inputs = clone(inputs, self.given)
         self.replay: Callable[[], None]
         self.output: Any
 
@@ -135,7 +137,7 @@ class PromptRecording:
         for buffer, x in zip(self.given, tensors, strict=True):
             buffer.copy_(x)
         self.replay()
-        return graphing.copy_of(self.output)
+        return copy_of(self.output)
 
 
 def call_with_prompt(call: GraphedCall, model: Any, inputs: dict[str, Any]) -> Any:
@@ -147,7 +149,7 @@ def call_with_prompt(call: GraphedCall, model: Any, inputs: dict[str, Any]) -> A
     given = {key: x for key, x in inputs.items() if key != name}
     tensors: list[Tensor] = []
     others: list[Any] = []
-    if (fresh := fresh_key(cache)) is None or not graphing.describe(given, tensors, others):
+    if (fresh := fresh_key(cache)) is None or not describe(given, tensors, others):
         return model(**inputs)
     if call.is_new:
         call.is_new = False
@@ -166,11 +168,12 @@ def call_with_prompt(call: GraphedCall, model: Any, inputs: dict[str, Any]) -> A
         recording = None if target is None else target.prompts.pop(key, None)
         if target is not None:
             call.order.enter(inputs["input_ids"].device)
+            call.order.wait_for(target.tenant.stream)
         if target is not None and recording is not None:
             target.prompts[key] = recording
             output = recording.step(tensors)
             kind.fill(cache, target.buffers)
-            target.own(cache, CacheState(cache))
+            target.own(cache, CacheState(cache), call.order.last)
             return graphing.with_cache(output, name, cache)
         if target is not None:
             spare = copy.deepcopy(cache)
@@ -207,8 +210,9 @@ def record_prompt(
 
     attributes = Attributes(model)
     try:
-        with graphing.on_device_of(inputs["input_ids"]):
-            recording.replay, recording.output = graphing.record(run_again, call.pool)
+        with capturing.on_device_of(inputs["input_ids"]):
+            memory: Any = call.memory_of(target.device)
+            recording.replay, recording.output = capturing.record(run_again, memory)
     except RuntimeError as error:
         torch.cuda.synchronize()
         graphing.warn(error, "a prompt")
