@@ -8,6 +8,7 @@ pytest -m compile                        every kernel compiled for GPUs that nee
 
 import fcntl
 import importlib.util
+import logging
 import os
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -61,6 +62,31 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def seed() -> None:
     """Seed PyTorch, so that every test draws the same numbers in any order."""
     torch.manual_seed(0)
+
+
+class Failures(logging.Handler):
+    """Keep what `log_failure` logs, in any thread."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Take a record with its traceback."""
+        self.texts.append(logging.Formatter().format(record))
+
+
+@pytest.fixture(autouse=True)
+def failures() -> Iterator[list[str]]:
+    """Fail a test in which work failed that a call does not need; a test that expects it clears this list."""
+    handler, logger = Failures(), logging.getLogger("gdn.failures")
+    level = logger.level
+    logger.setLevel(logging.INFO)
+    logger.addHandler(handler)
+    yield handler.texts
+    logger.removeHandler(handler)
+    logger.setLevel(level)
+    assert not handler.texts, "\n".join(handler.texts)
 
 
 @pytest.fixture(

@@ -9,14 +9,13 @@ modules and the states of PyTorch's random numbers as they were.
 
 import copy
 from collections.abc import Callable, Hashable
-from contextlib import suppress
-from functools import partial
 from importlib import import_module
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from gdn._failures import log_failure
 from gdn.integrations.transformers_model_key import Attributes
 from gdn.ops.fastpath import forget_recorded
 
@@ -39,12 +38,12 @@ def compile_together(model: Any, inputs: dict[str, Any], name: str) -> int:
         precompile = import_module("gdn.backends.triton.launch.precompile")
     except ImportError:
         return 0
-    needed = Needed(launches.stand_in, partial(launches.job_key, ids.device))
+    needed = Needed(launches.stand_in)
     attributes = Attributes(model)
     devices = [ids.device] if ids.is_cuda else []
     try:
         # what fails here fails again, for the caller to see, in the prompt itself
-        with suppress(Exception), torch.random.fork_rng(devices):
+        with log_failure("the recorded run of a model"), torch.random.fork_rng(devices):
             spare = copy.deepcopy(inputs[name])
             with launches.record_launches(needed), forget_recorded():
                 model(**{**inputs, name: spare})
@@ -64,8 +63,8 @@ def compile_together(model: Any, inputs: dict[str, Any], name: str) -> int:
 class Needed:
     """Keep the launches that need a compiler, each kernel once, without the memory of their tensors."""
 
-    def __init__(self, stand_in: Callable[[Any], Any], key: Callable[[Any, Any], Hashable]) -> None:
-        self.stand_in, self.key = stand_in, key
+    def __init__(self, stand_in: Callable[[Any], Any]) -> None:
+        self.stand_in = stand_in
         self.steps: dict[Hashable, Any] = {}
         # what calls of other sizes will need: arguments of `compile_ahead`
         self.ahead: list[Any] = []
@@ -74,7 +73,7 @@ class Needed:
         """Take a launch and its tensors, as a list does."""
         launch, tensors = step
         if launch.needs_compiler(tensors):
-            key = self.key(launch, tensors)
+            key = launch.binary_key(tensors), launch.num_stages
             if key not in self.steps:
                 self.steps[key] = launch, tuple(map(self.stand_in, tensors))
 

@@ -61,7 +61,8 @@ def decode(
         v                 [B, T, HV, V]         dtype of q; value head j reads key head j // (HV // H)
         cu_seqlens        [B+1] int             packed: q is [1, total, H, K] and so on, and row n has tokens
                                                 cu_seqlens[n]:cu_seqlens[n+1]; T varies by row and may be 0
-        max_seqlen        int or None           bound of T if packed; required if cu_seqlens is on a GPU
+        max_seqlen        int or None           bound of T if packed (see Longer rows); required if cu_seqlens
+                                                is on a GPU
         out               as v, or None         gets the result and is returned; None: a new tensor
     Gates:
         g, beta           [B, T, HV] or None    any float; natural log decay per token, and write strength;
@@ -108,6 +109,9 @@ def decode(
             no state is read or written for it. With `parent` this also holds for an invalid
             intermediate_row. Any other invalid place to write is skipped alone. Two rows must not write one
             slot, and no row may read a slot that another row writes.
+    Longer rows: max_seqlen chooses kernels, and offsets on a GPU are not read to check it (with GDN_DEBUG=1
+            they are: ValueError, as for offsets on the CPU). In a row of more tokens every output and state
+            is right, or NaN where the kernel or a per-token tensor is for fewer tokens. Other rows are right.
     Bits:   T tokens at once equal T single steps bit for bit with an fp32 pool, and with round_state for
             other pools. The bits of a row do not depend on the other rows, unless exact_packet=False.
     Raises: TypeError, ValueError, NotImplementedError as in `gdn.problem`; ValueError if a gradient is

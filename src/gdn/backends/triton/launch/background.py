@@ -14,6 +14,8 @@ from contextlib import contextmanager, suppress
 from threading import Condition, Thread
 from typing import Generic, TypeVar
 
+from gdn._failures import log_failure
+
 Job = TypeVar("Job")
 QUIET = 1.0  # seconds after the last call that compiled
 
@@ -93,7 +95,7 @@ class Background(Generic[Job]):
     def _run(self) -> None:
         while (job := self._next()) is not None:
             # what raises here is compiled again, and raises again, where it is launched
-            with suppress(Exception):
+            with log_failure("a compilation in the background"):
                 self._run_one(job)
             with self._changed:
                 self._running = None

@@ -5,7 +5,7 @@ of one call. A `CachedLaunch` repeats the launch of a public call for later call
 """
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import reduce
 from operator import or_
@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gdn._failures import log_failure
 from gdn.backends.triton.launch.background import Background
 from gdn.backends.triton.launch.device import device_guard, loads_in_captures
 from gdn.backends.triton.launch.kernels import INTERPRETED
@@ -95,7 +96,7 @@ class Launch:
         return self.kernel[(self.grid,)](*tensors, *self.scalars, **self._constants)
 
     def binary_key(self, tensors: tuple[Tensor | None, ...]) -> Hashable:
-        """Return what identifies the binary for tensors of these dtypes; descriptors: see `job_key`."""
+        """Return what identifies the binary that tensors of these dtypes need."""
         dtypes = tuple([None if x is None else x.dtype for x in tensors])
         # the function: Triton would hash the kernel's source, which takes 10 to 40 ms
         return (self.kernel.fn, *self.constants.items(), self.num_warps, *self.options.items(), dtypes)
@@ -105,6 +106,13 @@ class Launch:
         descriptors, plain = tensors[: self.num_descriptors], tensors[self.num_descriptors :]
         aligned = [x if x is None or x.data_ptr() % ALIGNMENT == 0 else x.new_empty(1) for x in plain]
         return self.kernel.warmup(*descriptors, *aligned, *self.scalars, grid=(1,), **self._constants)
+
+    def trace(self, tensors: tuple[Tensor | None, ...]) -> None:
+        """Trace the launch into a graph, without PDL and the options of loads, which need inline assembly."""
+        assembly = ("PDL", "AHEAD", "LOADS_FIRST", "HOLDS", "FETCHED")
+        plain = {name: type(x)() if name in assembly else x for name, x in self.constants.items()}
+        wrapped = torch.library.wrap_triton(self.kernel)[(self.grid,)]
+        wrapped(*tensors, *self.scalars, **plain, num_warps=self.num_warps, num_stages=self.num_stages)
 
     def needs_compiler(self, tensors: tuple[Tensor | None, ...]) -> bool:
         """Return True before the first launch whose compiled handle is kept for later ones."""
@@ -154,7 +162,11 @@ def compile_now(device: torch.device, steps: Sequence[Step]) -> None:
     """Compile these launches of a call in parallel, for the current device, before they are launched."""
     steps = [*steps, *vars(_expected).pop("steps", ())]
     # one thread at a time: the others would compile the same
-    with LOADING, BACKGROUND.call([job_key(device, *step) for step in steps]), suppress(Exception):
+    with (
+        LOADING,
+        BACKGROUND.call([job_key(device, *step) for step in steps]),
+        log_failure("the compilation of launches in parallel"),
+    ):
         # what raises here raises again where it is launched
         compile_all(sorted(steps, key=lambda step: -step[0].seconds))
 

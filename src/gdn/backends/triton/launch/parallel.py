@@ -8,7 +8,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from functools import wraps
 from inspect import getclosurevars
 from threading import Lock, RLock, Thread
@@ -19,6 +19,7 @@ import triton
 from triton.compiler import ASTSource, code_generator
 from triton.runtime import cache
 
+from gdn._failures import log_failure
 from gdn.backends.triton.launch.saved import is_saved, record_binary
 
 _TRACING = RLock()
@@ -54,7 +55,7 @@ class _Compiler(ThreadPoolExecutor):
     def start(self) -> None:
         """Hash Triton's library of 400 MB while Triton's driver compiles its C module, once a process."""
         hashed = super().submit(cache.triton_key)
-        with suppress(Exception):
+        with log_failure("the compilation of Triton's driver"):
             _ = triton.runtime.driver.active.launcher_cls
         # Triton would hash it again while another thread does
         hashed.result()
@@ -74,15 +75,28 @@ class _Compiler(ThreadPoolExecutor):
         return super().submit(run)
 
 
+class _Expected:
+    """Stand for the metadata of a kernel that is not compiled yet.
+
+    A launcher's source needs `tensordesc_meta` alone; what its object keeps for launches is 0.
+    """
+
+    def __init__(self, tensordesc_meta: list[bool]) -> None:
+        self.tensordesc_meta = tensordesc_meta
+
+    def __getattr__(self, name: str) -> int:
+        return 0
+
+
 def _expect_launcher(compile_it: Callable[[], Any]) -> None:
     """Compile the launcher of a kernel that Triton's function compiles meanwhile.
 
     It depends on the types of the arguments, and on whether TMA reads the tensors of descriptors (on Hopper).
     """
-    with suppress(Exception):
+    with log_failure("the compilation of a launcher beside its kernel"):
         source = getclosurevars(compile_it).nonlocals["src"]
         count = sum("tensordesc" in str(x) for x in source.signature.values())
-        build_launcher(source, SimpleNamespace(tensordesc_meta=[True] * count))
+        build_launcher(source, _Expected([True] * count))
 
 
 @contextmanager
@@ -163,7 +177,7 @@ def build_launcher(source: Any, metadata: Any) -> None:
     initialisation). So Triton's constructor runs here with a function that compiles a module only.
     """
     # what raises is compiled again, and raises again, where it is launched
-    with suppress(Exception):
+    with log_failure("the compilation of a launcher"):
         init = triton.runtime.driver.active.launcher_cls.__init__
         build = init.__globals__["compile_module_from_src"]
         module = SimpleNamespace(launch=None)

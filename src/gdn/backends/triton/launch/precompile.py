@@ -6,10 +6,10 @@ background compiles the others, and a call that needs one before that compiles i
 """
 
 from collections.abc import Callable, Hashable, Iterable
-from contextlib import suppress
 
 import torch
 
+from gdn._failures import log_failure
 from gdn.backends.triton.launch.device import device_guard
 from gdn.backends.triton.launch.kernels import INTERPRETED
 from gdn.backends.triton.launch.launches import (
@@ -55,6 +55,6 @@ def finish_ahead() -> None:
             with device_guard(device):
                 # those that compile longest come first, as they are traced one at a time
                 for binary in compile_all(sorted(steps, key=lambda step: -step[0].seconds)):
-                    with suppress(Exception):
+                    with log_failure("the loading of a binary"):
                         # reading the property loads the binary onto the GPU
                         _ = binary.run

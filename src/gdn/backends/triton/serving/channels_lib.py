@@ -34,6 +34,7 @@ from gdn.backends.triton.serving.packet_lib import (
     strip_pointers,
 )
 from gdn.backends.triton.serving.pool_lib import STEPS
+from gdn.backends.triton.serving.recurrent_lib import spoil_longer_row
 from gdn.backends.triton.serving.structs import Strip
 from gdn.problem import HistoryProblem, ReplayProblem
 
@@ -259,7 +260,7 @@ def run_channel_packet(packet, gates, scale, history, tensors, new, work, C: tl.
         # norms scale the products in registers, instead of q and k
         q_rate *= tl.rsqrt(q_squares + 1e-6)
         k_rate *= tl.rsqrt(k_squares + 1e-6)
-    beta = load_beta(gates, packet.count, C)
+    beta = spoil_longer_row(load_beta(gates, packet.count, C), packet.count, packet.total)
     P = pairs[0] * q_rate[:, None] * k_rate[None, :]
     A = pairs[1] * (beta * k_rate)[:, None] * k_rate[None, :]
     A_inv = invert_unit_lower(A, C.LEVELS, C.FP32_PRECISION)

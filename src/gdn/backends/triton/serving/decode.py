@@ -51,10 +51,13 @@ from gdn.backends.triton.serving.recurrent_lib import (
     decay_pointers,
     divide,
     key_offsets,
+    limit_tokens,
     load_gate_parameters,
     load_token,
     locate_program,
     prefetch_columns,
+    spoil_longer_row,
+    store_nan,
     tile_indices,
     tile_pointers,
     token_range,
@@ -63,6 +66,7 @@ from gdn.backends.triton.serving.state_tiles import (
     RESIDENT,
     kernel_offsets,
     magic_numbers,
+    most_tokens,
     pick_tile,
     pool_strides,
     scale_strides,
@@ -96,7 +100,7 @@ def decode_kernel(
     state_n, state_r, state_h, state_k, state_v, kept_n, kept_t, kept_h, kept_k, kept_v,
     read_n, read_c, accepted_n, ring_n, write_n, write_t, kept_row_n, parent_n, parent_t,
     N, T, HV, HV_magic, HV_s, ratio_magic, ratio_s, slots, lowest, columns, entries, kept_rows, scale,
-    g_k, dt_bias_k, lower_bound, scale_n, scale_r, scale_h, scale_v,
+    g_k, dt_bias_k, lower_bound, scale_n, scale_r, scale_h, scale_v, most,
     K: tl.constexpr, V: tl.constexpr, A: tl.constexpr, J: tl.constexpr, B: tl.constexpr, W: tl.constexpr,
     R_FIRST: tl.constexpr, AXIS: tl.constexpr, KEPT_AXIS: tl.constexpr, DENSE: tl.constexpr,
     UNIT: tl.constexpr, STATE_UNIT: tl.constexpr, KEPT_UNIT: tl.constexpr, WRITE: tl.constexpr,
@@ -117,10 +121,10 @@ def decode_kernel(
         wait_previous()
     BLOCKS: tl.constexpr = (V + A * B - 1) // (A * B)
     row, head, block = locate_program(HV, HV_magic, HV_s, BLOCKS)
-    first, count = token_range(cu_seqlens_ptr, row, N, T)
+    first, total = token_range(cu_seqlens_ptr, row, N, T)
     if IS_SINGLE:
-        # a constant count removes the loop and the registers of a next token
-        count = 1
+        total = 1  # a constant removes the loop and the registers of a next token
+    count = limit_tokens(cu_seqlens_ptr, total, most)
     slots_read = Slots(
         read_index_ptr, num_accepted_ptr, ring_pos_ptr, read_n, read_c, accepted_n, ring_n, columns, entries
     )
@@ -167,10 +171,11 @@ def decode_kernel(
         is_idle |= is_kept == 0
     # not an early return: exporters look for the stores of a kernel, and do not follow jumps
     if is_idle:
-        for _ in range(count):
+        for _ in range(total):
             tl.store(o_at + at * o_t, tl.zeros([A, B], o_ptr.dtype.element_ty), mask=has_value)
             at += 1
     else:
+        store_nan(o_at, o_t, count, total, has_value)
         scale_ptr = column_scale_ptr
         if column_scale_ptr is not None:
             scale_ptr += head.to(tl.int64) * scale_h
@@ -253,10 +258,11 @@ def decode_kernel(
             else:
                 q, k, v, g, beta = load_token(tokens, at, count, has_key, has_value, UNIT, CHANNELS)
         if WRITE == "final":
+            S = spoil_longer_row(S, count, total)
             target = slot
             if write_index_ptr is not None:
                 target = tl.load(write_index_ptr + row * write_n).to(tl.int64)
-            if (target >= lowest) & (target < slots) & (count > 0):
+            if (target >= lowest) & (target < slots) & (total > 0):
                 store_state(scaled_state(S, column_scale), pool, tile, target, entry, STATE_UNIT, AXIS)
 
 
@@ -291,7 +297,7 @@ def decode(problem: DecodeProblem) -> CachedDecode | None:
     """
     p, offsets = problem, kernel_offsets(problem.q.device, problem.cu_seqlens)
     if isinstance(p.q, FunctionalTensor):
-        _trace(plan_launch(p), launch_tensors(p))
+        plan_launch(p).trace(launch_tensors(p))
         return None
     cached = _plans.get(_key(p), lambda: _first(p))
     # the host passes addresses only: nothing is read from the GPU
@@ -307,14 +313,6 @@ def _first(p: DecodeProblem) -> CachedDecode:
     others = lambda: [(other, tensors) for other in launches_of_other_sizes(p)]  # noqa: E731
     compile_ahead(p.q.device, (one.binary_key(tensors), length_key(p)), others)
     return CachedDecode(one, p.q.device)
-
-
-def _trace(one: Launch, tensors: tuple[Tensor | None, ...]) -> None:
-    """Trace the launch into a graph, without the options of PDL and of loads, which need inline assembly."""
-    assembly = ("PDL", "AHEAD", "LOADS_FIRST", "HOLDS", "FETCHED")
-    plain = {name: type(x)() if name in assembly else x for name, x in one.constants.items()}
-    wrapped = torch.library.wrap_triton(one.kernel)[(one.grid,)]
-    wrapped(*tensors, *one.scalars, **plain, num_warps=one.num_warps, num_stages=one.num_stages)
 
 
 def launch_tensors(p: DecodeProblem) -> tuple[Tensor | None, ...]:
@@ -373,7 +371,7 @@ def plan_launch(p: DecodeProblem, starts: Sequence[int] = (0, 0, 0), num_states:
         p.read_index.shape[1] if p.num_accepted is not None and p.read_index is not None else 1,
         p.state.shape[1] if p.ring_pos is not None else 1,
         0 if p.intermediate is None else p.intermediate.shape[0], p.scale, *gates.rest,
-        *scale_strides(p.column_scale),
+        *scale_strides(p.column_scale), most_tokens(p),
     )  # fmt: skip
     is_single, is_full = not is_packed and p.q.shape[1] == 1, part.is_largest(p.K, p.V, axis, width, gpu)
     # a next token in registers hides the latency of its loads; without it an SM holds more programs. Few

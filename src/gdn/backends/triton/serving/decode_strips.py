@@ -18,22 +18,23 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from gdn.backends.triton.launch import Launch, jit, kernel, machine
 from gdn.backends.triton.launch.pdl import ON_GPU, launch_dependents, wait_previous
 from gdn.backends.triton.lib import activate_beta
-from gdn.backends.triton.serving.packet import max_row_tokens
 from gdn.backends.triton.serving.packet_lib import load_slot
 from gdn.backends.triton.serving.recurrent_lib import (
     activate_decay,
     divide,
     inner_product,
     key_offsets,
+    limit_tokens,
     load_gate_parameters,
     locate_program,
     prefetch_columns,
     rounded_product,
+    spoil_longer_row,
     tile_indices,
     tile_pointers,
     token_range,
 )
-from gdn.backends.triton.serving.state_tiles import RESIDENT, StateTile
+from gdn.backends.triton.serving.state_tiles import RESIDENT, StateTile, max_row_tokens
 from gdn.backends.triton.serving.structs import (
     GateParameters,
     Gates,
@@ -60,7 +61,7 @@ def decode_strips_kernel(
     state_n, state_r, state_h, state_k, state_v, kept_n, kept_t, kept_h, kept_k, kept_v,
     read_n, read_c, accepted_n, ring_n, write_n, write_t, kept_row_n, parent_n, parent_t,
     N, T, HV, HV_magic, HV_s, ratio_magic, ratio_s, slots, lowest, columns, entries, kept_rows, scale,
-    g_k, dt_bias_k, lower_bound, scale_n, scale_r, scale_h, scale_v,
+    g_k, dt_bias_k, lower_bound, scale_n, scale_r, scale_h, scale_v, most,
     K: tl.constexpr, V: tl.constexpr, A: tl.constexpr, J: tl.constexpr, B: tl.constexpr, W: tl.constexpr,
     R_FIRST: tl.constexpr, AXIS: tl.constexpr, KEPT_AXIS: tl.constexpr, DENSE: tl.constexpr,
     UNIT: tl.constexpr, STATE_UNIT: tl.constexpr, KEPT_UNIT: tl.constexpr, WRITE: tl.constexpr,
@@ -83,7 +84,10 @@ def decode_strips_kernel(
         wait_previous()
     BLOCKS: tl.constexpr = V // (A * B * STRIPS)
     row, head, block = locate_program(HV, HV_magic, HV_s, BLOCKS)
-    first, count = token_range(cu_seqlens_ptr, row, N, T)
+    first, total = token_range(cu_seqlens_ptr, row, N, T)
+    count = total
+    if IS_ONE_PASS:
+        count = limit_tokens(cu_seqlens_ptr, total, A)
     slots_read = Slots(
         read_index_ptr, num_accepted_ptr, ring_pos_ptr, read_n, read_c, accepted_n, ring_n, columns, entries
     )
@@ -105,14 +109,15 @@ def decode_strips_kernel(
     gates = Gates(g_ptr, beta_ptr, a_ptr, b_ptr, A_log_ptr, dt_bias_ptr)
     strides = GateStrides(g_b, g_t, g_h, beta_b, beta_t, beta_h, A_log_h, dt_bias_h)
     is_idle = (slot < lowest) | (slot >= slots) | (row >= N)
+    IS_LIMITED: tl.constexpr = IS_ONE_PASS and cu_seqlens_ptr is not None
+    if IS_LIMITED:
+        # in one loop, which no row runs that has a slot and no more tokens than promised
+        filler = tl.where(is_idle, 0.0, float("nan"))
+        fill_row((o_ptr, o_t, o_v), values, tl.where(is_idle, 0, count), total, filler, STRIPS)
     # not an early return: exporters look for the stores of a kernel, and do not follow jumps
     if is_idle:
-        at = tl.full([], 0, tl.int64)
-        for _ in range(count):
-            for strip in tl.static_range(STRIPS):
-                place = o_ptr + at * o_t + (strip * (A * B) + values) * o_v
-                tl.store(place, tl.zeros([A, B], o_ptr.dtype.element_ty))
-            at += 1
+        if not IS_LIMITED:
+            fill_row((o_ptr, o_t, o_v), values, 0, total, 0.0, STRIPS)
     else:
         start = (slot * state_n + entry * state_r + head.to(tl.int64) * state_h) * STATE_UNIT
         columns_of_tile = tl.full([], A * B, tl.int64)
@@ -129,7 +134,7 @@ def decode_strips_kernel(
             prefetch_columns(state_ptr, 0, state_v, A * B, LINES, STATE_UNIT)
         rate, bias = load_gate_parameters(gates, strides, head, 0, True, None, 0)
         gate = GateParameters(rate, bias, None)
-        packet = Packet(q_ptr, k_ptr, count, q_t * UNIT, k_t * UNIT, q_k, k_k)
+        packet = Packet(q_ptr, k_ptr, count, total, q_t * UNIT, k_t * UNIT, q_k, k_k)
         if IS_ONE_PASS:
             prepared = prepare_tokens(packet, keys, tl.arange(0, A), gates, strides, gate, C)
         for strip in range(STRIPS):
@@ -162,6 +167,18 @@ def decode_strips_kernel(
 
 
 @jit
+def fill_row(output, values, start, end, filler, STRIPS: tl.constexpr):
+    """Store one value as o of the tokens from `start` to `end`, on STRIPS tiles of columns."""
+    o_ptr, o_t, o_v = output
+    at = tl.full([], 0, tl.int64) + start
+    for _ in range(start, end):
+        for strip in tl.static_range(STRIPS):
+            place = o_ptr + at * o_t + (strip * values.numel + values) * o_v
+            tl.store(place, tl.full(values.shape, filler, o_ptr.dtype.element_ty))
+        at += 1
+
+
+@jit
 def prepare_tokens(packet, keys, tokens, gates, strides, gate, C: tl.constexpr):
     """Return decay, beta, <q, k> and inverse norms of k and q [A, 1] of A tokens.
 
@@ -191,7 +208,8 @@ def prepare_tokens(packet, keys, tokens, gates, strides, gate, C: tl.constexpr):
     if gates.beta_ptr is not None:
         place = gates.beta_ptr + tokens.to(tl.int64)[:, None] * strides.beta_t
         beta = tl.load(place, mask=is_token[:, None], other=0.0)
-    return decay, activate_beta(beta, C.GATE, C.NEGATIVE), qk, k_rstd, q_rstd
+    beta = spoil_longer_row(activate_beta(beta, C.GATE, C.NEGATIVE), packet.count, packet.total)
+    return decay, beta, qk, k_rstd, q_rstd
 
 
 @jit

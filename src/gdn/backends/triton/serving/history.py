@@ -37,17 +37,23 @@ from gdn.backends.triton.serving.history_lib import load_cursor, ring_places, so
 from gdn.backends.triton.serving.packet import index_strides, num_programs, options, sample_num_states
 from gdn.backends.triton.serving.packet_lib import (
     ROWS,
+    fill_outputs,
     load_operands,
     load_rows,
     load_slot,
     row_pointers,
     solve_packet,
     spread_over_rows,
-    store_zeros,
     tokens_of_rows,
 )
 from gdn.backends.triton.serving.packet_loads import load_gates
-from gdn.backends.triton.serving.recurrent_lib import divide, locate_program, token_range
+from gdn.backends.triton.serving.recurrent_lib import (
+    divide,
+    limit_tokens,
+    locate_program,
+    spoil_longer_row,
+    token_range,
+)
 from gdn.backends.triton.serving.replay import appends_history, describe_replay
 from gdn.backends.triton.serving.replay_lib import run_strips
 from gdn.backends.triton.serving.state_tiles import (
@@ -123,7 +129,8 @@ def history_kernel(
         launch_dependents_then_wait()
     PROGRAMS: tl.constexpr = (V + BV * STRIPS - 1) // (BV * STRIPS) * SPLITS
     n, head, block = locate_program(HV, HV_magic, HV_s, PROGRAMS)
-    first, count = token_range(cu_seqlens_ptr, n, N, T)
+    first, total = token_range(cu_seqlens_ptr, n, N, T)
+    count = limit_tokens(cu_seqlens_ptr, total, tl.minimum(room, 1 << LEVELS))
     slot, _ = load_slot(n, N, Slots(read_index_ptr, None, None, read_n, 0, 0, 0, 1, 1))
     is_row = (slot >= lowest) & (slot < slots) & (n < N)
     cursor_ptr += slot * cursor_n
@@ -148,14 +155,20 @@ def history_kernel(
     v_ptr += (n * v_b + first * v_t + head * v_h + v_0) * UNIT
     # q, k and gates are loaded before the slot index arrives, so their latencies overlap
     PARTS: tl.constexpr = 2 * BT // ROWS
-    packet = Packet(q_ptr, k_ptr, count, q_t, k_t, q_k, k_k)
+    packet = Packet(q_ptr, k_ptr, count, total, q_t, k_t, q_k, k_k)
     X, XK, QQ = load_operands(packet, C)
     now = tl.arange(0, BT)
     gates = Gates(g_ptr, beta_ptr, a_ptr, b_ptr, A_log_ptr, dt_bias_ptr)
     gate_strides = GateStrides(g_b, g_t, g_h, beta_b, beta_t, beta_h, A_log_h, dt_bias_h)
     G, beta = load_gates(gates, gate_strides, n, first, head, count, C)
-    if not is_row:
-        store_zeros(o_ptr, count, block * STRIPS, o_t, o_v, C)
+    is_idle = not is_row
+    if cu_seqlens_ptr is not None:
+        # no token of a row that has a slot and no more tokens than promised
+        begin, filler = tl.where(is_idle, 0, count), tl.where(is_idle, 0.0, float("nan"))
+        fill_outputs(o_ptr, begin, total, filler, block * STRIPS, o_t, o_v, C)
+    if is_idle:
+        if cu_seqlens_ptr is None:
+            fill_outputs(o_ptr, 0, total, 0.0, block * STRIPS, o_t, o_v, C)
     else:
         ring, used = load_cursor(cursor_ptr, accepted_ptr, room, places)
         is_full = (used + count > places - room) & (count > 0)
@@ -167,7 +180,7 @@ def history_kernel(
         G_at = G_history_ptr + ring_places(used - 1, history).to(tl.int64) * G_p
         G_end = tl.load(G_at, mask=used > 0, other=0.0).to(tl.float64)
         high, low = split_fp64(spread_over_rows(G + G_end))
-        beta_rows = spread_over_rows(beta)
+        beta_rows = spread_over_rows(spoil_longer_row(beta, count, total))
         if IS_SINGLE:
             W, row_scales = solve_token(XK, scale, C)
         else:

@@ -21,8 +21,8 @@ from gdn.backends.triton.serving.channels_lib import (
 )
 from gdn.backends.triton.serving.history_lib import fold_strip, load_cursor, ring_places, store_cursor
 from gdn.backends.triton.serving.packet import num_programs
-from gdn.backends.triton.serving.packet_lib import ROWS, column_pointer, load_slot, store_zeros
-from gdn.backends.triton.serving.recurrent_lib import divide, locate_program, token_range
+from gdn.backends.triton.serving.packet_lib import ROWS, column_pointer, fill_outputs, load_slot
+from gdn.backends.triton.serving.recurrent_lib import divide, limit_tokens, locate_program, token_range
 from gdn.backends.triton.serving.structs import (
     Appended,
     ChannelGates,
@@ -80,21 +80,28 @@ def history_channels_kernel(
         launch_dependents_then_wait()
     PROGRAMS: tl.constexpr = (V + BV * STRIPS - 1) // (BV * STRIPS)
     n, head, block = locate_program(HV, HV_magic, HV_s, PROGRAMS)
-    first, count = token_range(cu_seqlens_ptr, n, N, T)
+    first, total = token_range(cu_seqlens_ptr, n, N, T)
+    count = limit_tokens(cu_seqlens_ptr, total, tl.minimum(room, 1 << LEVELS))
     slot, _entry = load_slot(n, N, Slots(read_index_ptr, None, None, read_n, 0, 0, 0, 1, 1))
     key_head = divide(head, ratio_magic, ratio_s)
     o_ptr += (n * o_b + first * o_t + head * o_h) * UNIT
     q_ptr += (n * q_b + first * q_t + key_head * q_h + q_0) * UNIT
     k_ptr += (n * k_b + first * k_t + key_head * k_h + k_0) * UNIT
     v_ptr += (n * v_b + first * v_t + head * v_h + v_0) * UNIT
-    packet = Packet(q_ptr, k_ptr, count, q_t, k_t, q_k, k_k)
+    packet = Packet(q_ptr, k_ptr, count, total, q_t, k_t, q_k, k_k)
     given = Gates(g_ptr, beta_ptr, a_ptr, b_ptr, A_log_ptr, dt_bias_ptr)
     strides = GateStrides(g_b, g_t, g_h, beta_b, beta_t, beta_h, A_log_h, dt_bias_h)
     rate = gate_rate(A_log_ptr, head * A_log_h)
     gates = ChannelGates(given, strides, n, first, head, g_k, dt_bias_k, rate, lower_bound)
+    is_idle = (slot < lowest) | (slot >= slots) | (n >= N)
+    if cu_seqlens_ptr is not None:
+        # no token of a row that has a slot and no more tokens than promised
+        begin, filler = tl.where(is_idle, 0, count), tl.where(is_idle, 0.0, float("nan"))
+        fill_outputs(o_ptr, begin, total, filler, block * STRIPS, o_t, o_v, C)
     # not an early return: exporters look for the stores of a kernel, and do not follow jumps
-    if (slot < lowest) | (slot >= slots) | (n >= N):
-        store_zeros(o_ptr, count, block * STRIPS, o_t, o_v, C)
+    if is_idle:
+        if cu_seqlens_ptr is None:
+            fill_outputs(o_ptr, 0, total, 0.0, block * STRIPS, o_t, o_v, C)
     else:
         cursor_ptr += slot * cursor_n
         accepted_ptr = num_accepted_ptr

@@ -25,6 +25,7 @@ from gdn.backends.triton.serving.packet_lib import (
     add_outer_product,
     column_pointer,
     compute_outputs,
+    fill_outputs,
     load_slot,
     load_values,
     multiply_parts,
@@ -35,7 +36,6 @@ from gdn.backends.triton.serving.packet_lib import (
     solve_packet,
     spread_over_rows,
     store_outputs,
-    store_zeros,
     tokens_of_rows,
 )
 from gdn.backends.triton.serving.packet_loads import (
@@ -45,8 +45,15 @@ from gdn.backends.triton.serving.packet_loads import (
     sum_gates,
     use_parts_here,
 )
-from gdn.backends.triton.serving.recurrent_lib import divide, locate_program, prefetch_columns, token_range
-from gdn.backends.triton.serving.state_tiles import RESIDENT, magic_numbers, pool_strides
+from gdn.backends.triton.serving.recurrent_lib import (
+    divide,
+    limit_tokens,
+    locate_program,
+    prefetch_columns,
+    spoil_longer_row,
+    token_range,
+)
+from gdn.backends.triton.serving.state_tiles import RESIDENT, magic_numbers, max_row_tokens, pool_strides
 from gdn.backends.triton.serving.structs import (
     Gates,
     GateStrides,
@@ -99,7 +106,8 @@ def packet_kernel(
     if PDL:
         launch_dependents_then_wait()
     n, head, block = locate_program(HV, HV_magic, HV_s, (V + BV * STRIPS - 1) // (BV * STRIPS))
-    first, count = token_range(cu_seqlens_ptr, n, N, T)
+    first, total = token_range(cu_seqlens_ptr, n, N, T)
+    count = limit_tokens(cu_seqlens_ptr, total, 1 << LEVELS)
     slots_read = Slots(
         read_index_ptr, num_accepted_ptr, ring_pos_ptr, read_n, read_c, accepted_n, ring_n, columns, entries
     )
@@ -112,14 +120,20 @@ def packet_kernel(
     v_ptr += (n * v_b + first * v_t + head * v_h + v_0) * UNIT
     # q, k and gates are loaded before the slot index arrives, so their latencies overlap
     PARTS: tl.constexpr = 2 * BT // ROWS
-    packet = Packet(q_ptr, k_ptr, count, q_t, k_t, q_k, k_k)
+    packet = Packet(q_ptr, k_ptr, count, total, q_t, k_t, q_k, k_k)
     gates = Gates(g_ptr, beta_ptr, a_ptr, b_ptr, A_log_ptr, dt_bias_ptr)
     gate_strides = GateStrides(g_b, g_t, g_h, beta_b, beta_t, beta_h, A_log_h, dt_bias_h)
     now = tl.arange(0, BT)
     X, products, sums = load_packet(packet, gates, gate_strides, n, first, head, C, LOADS_FIRST)
+    is_idle = (slot < lowest) | (slot >= slots) | (n >= N)
+    if cu_seqlens_ptr is not None:
+        # no token of a row that has a slot and no more tokens than promised
+        begin, filler = tl.where(is_idle, 0, count), tl.where(is_idle, 0.0, float("nan"))
+        fill_outputs(o_ptr, begin, total, filler, block * STRIPS, o_t, o_v, C)
     # not an early return: exporters look for the stores of a kernel, and do not follow jumps
-    if (slot < lowest) | (slot >= slots) | (n >= N):
-        store_zeros(o_ptr, count, block * STRIPS, o_t, o_v, C)
+    if is_idle:
+        if cu_seqlens_ptr is None:
+            fill_outputs(o_ptr, 0, total, 0.0, block * STRIPS, o_t, o_v, C)
     else:
         values = Strip(v_ptr, None, None, v_t, v_v)
         start_ptr = state_ptr + head.to(tl.int64) * state_h * STATE_UNIT
@@ -141,7 +155,7 @@ def packet_kernel(
             XK, QQ = products
             G, beta = sums
         high, low = split_fp64(spread_over_rows(G))
-        beta_rows = spread_over_rows(beta)
+        beta_rows = spread_over_rows(spoil_longer_row(beta, count, total))
         # W is computed once and stays in registers over all strips
         W, row_scales = solve_packet(XK, QQ, high, low, beta_rows, scale, C)
         decays = tl.exp(high)
@@ -322,14 +336,6 @@ def index_strides(x: Tensor | None, count: int) -> tuple[int, ...]:
     """Return the first strides of an index tensor, padded with zeros."""
     strides = () if x is None else x.stride()[:count]
     return (*strides, *(0,) * (count - len(strides)))
-
-
-def max_row_tokens(p: DecodeProblem) -> int | None:
-    """Return the tokens of the longest row, or None if unknown, as while tracing."""
-    longest = p.q.shape[1] if p.cu_seqlens is None else p.max_seqlen
-    if p.cu_seqlens is not None and longest is None:
-        longest = max((count for _, count in p.token_ranges(read_device=False) or ()), default=0)
-    return longest if isinstance(longest, int) else None
 
 
 def supports_packet(p: DecodeProblem) -> bool:

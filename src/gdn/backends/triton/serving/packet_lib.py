@@ -372,12 +372,15 @@ def invert_unit_lower(A, LEVELS: tl.constexpr, FP32_PRECISION: tl.constexpr):
 
 
 @jit
-def store_zeros(o_ptr, count, block, o_t, o_v, C: tl.constexpr):
-    """Store zeros for all tokens of a row without a slot, in STRIPS strips from `block` on."""
-    zeros = tl.zeros([C.BT, C.BV], o_ptr.dtype.element_ty)
+def fill_outputs(o_ptr, start, end, value, block, o_t, o_v, C: tl.constexpr):
+    """Store one value for a row's tokens from `start` to `end`, in STRIPS strips from `block` on.
+
+    It is 0 for all tokens of a row without a slot, and NaN for those that a packet has no place for.
+    """
+    values = tl.full([C.BT, C.BV], value, o_ptr.dtype.element_ty)
     for strip in range(block, block + C.STRIPS):
         vs = strip * C.BV + tl.arange(0, C.BV)
-        for t in range(0, count, C.BT):
+        for t in range(start, end, C.BT):
             tokens = t + tl.arange(0, C.BT)
             place = row_pointers(o_ptr, tokens, vs, o_t, o_v, C.UNIT, C.DENSE, False)
-            tl.store(place, zeros, mask=(tokens < count)[:, None] & (vs < C.V)[None, :])
+            tl.store(place, values, mask=(tokens < end)[:, None] & (vs < C.V)[None, :])

@@ -101,6 +101,34 @@ def token_range(cu_seqlens_ptr, row, N, T):
 
 
 @jit
+def limit_tokens(cu_seqlens_ptr, count, most):
+    """Return how many of a row's tokens are computed; the host knows the tokens of a dense row.
+
+    `max_seqlen` chooses binaries and tensors for `most` tokens (None: any number), and nothing checks it on a
+    GPU. Of a longer row every output and state is NaN that `most` tokens do not give.
+    """
+    if cu_seqlens_ptr is None or most is None:
+        return count
+    else:
+        return tl.minimum(count, most)
+
+
+@jit
+def spoil_longer_row(x, count, total):
+    """Return x, or NaN if not all tokens of a row are computed."""
+    return tl.where(total > count, float("nan"), x)
+
+
+@jit
+def store_nan(o_at, o_t, start, end, mask):
+    """Store NaN as o of the tokens from `start` to `end`."""
+    at = tl.full([], 0, tl.int64) + start
+    for _ in range(start, end):
+        tl.store(o_at + at * o_t, tl.full(o_at.shape, float("nan"), o_at.dtype.element_ty), mask=mask)
+        at += 1
+
+
+@jit
 def tile_indices(
     block, A: tl.constexpr, J: tl.constexpr, B: tl.constexpr, W: tl.constexpr, AXIS: tl.constexpr,
     R_FIRST: tl.constexpr,

@@ -47,6 +47,7 @@ from gdn.backends.triton.serving.packet import (
 from gdn.backends.triton.serving.packet_lib import (
     ROWS,
     column_pointer,
+    fill_outputs,
     load_rows,
     load_slot,
     load_values,
@@ -54,7 +55,6 @@ from gdn.backends.triton.serving.packet_lib import (
     row_pointers,
     solve_packet,
     spread_over_rows,
-    store_zeros,
     strip_mask,
     tokens_of_rows,
 )
@@ -64,7 +64,14 @@ from gdn.backends.triton.serving.packet_loads import (
     sum_gates,
     use_parts_here,
 )
-from gdn.backends.triton.serving.recurrent_lib import divide, locate_program, prefetch_columns, token_range
+from gdn.backends.triton.serving.recurrent_lib import (
+    divide,
+    limit_tokens,
+    locate_program,
+    prefetch_columns,
+    spoil_longer_row,
+    token_range,
+)
 from gdn.backends.triton.serving.replay_channels import plan_channels_replay
 from gdn.backends.triton.serving.replay_lib import load_past, run_strips
 from gdn.backends.triton.serving.state_tiles import kernel_offsets, magic_numbers, pool_strides
@@ -117,7 +124,8 @@ def replay_kernel(
     if PDL:
         launch_dependents_then_wait()
     n, head, block = locate_program(HV, HV_magic, HV_s, (V + BV * STRIPS - 1) // (BV * STRIPS))
-    first, count = token_range(cu_seqlens_ptr, n, N, T)
+    first, total = token_range(cu_seqlens_ptr, n, N, T)
+    count = limit_tokens(cu_seqlens_ptr, total, 1 << LEVELS)
     slot, _ = load_slot(n, N, Slots(read_index_ptr, None, None, read_n, 0, 0, 0, 1, 1))
     key_head = divide(head, ratio_magic, ratio_s)
     o_ptr += (n * o_b + first * o_t + head * o_h) * UNIT
@@ -126,14 +134,20 @@ def replay_kernel(
     v_ptr += (n * v_b + first * v_t + head * v_h) * UNIT
     # q, k and gates are loaded before the slot index arrives, so their latencies overlap
     PARTS: tl.constexpr = 2 * BT // ROWS
-    packet = Packet(q_ptr, k_ptr, count, q_t, k_t, q_k, k_k)
+    packet = Packet(q_ptr, k_ptr, count, total, q_t, k_t, q_k, k_k)
     gates = Gates(g_ptr, beta_ptr, a_ptr, b_ptr, A_log_ptr, dt_bias_ptr)
     gate_strides = GateStrides(g_b, g_t, g_h, beta_b, beta_t, beta_h, A_log_h, dt_bias_h)
     now = tl.arange(0, BT)
     X, products, sums = load_packet(packet, gates, gate_strides, n, first, head, C, LOADS_FIRST)
+    is_idle = (slot < lowest) | (slot >= slots) | (n >= N)
+    if cu_seqlens_ptr is not None:
+        # no token of a row that has a slot and no more tokens than promised
+        begin, filler = tl.where(is_idle, 0, count), tl.where(is_idle, 0.0, float("nan"))
+        fill_outputs(o_ptr, begin, total, filler, block * STRIPS, o_t, o_v, C)
     # not an early return: exporters look for the stores of a kernel, and do not follow jumps
-    if (slot < lowest) | (slot >= slots) | (n >= N):
-        store_zeros(o_ptr, count, block * STRIPS, o_t, o_v, C)
+    if is_idle:
+        if cu_seqlens_ptr is None:
+            fill_outputs(o_ptr, 0, total, 0.0, block * STRIPS, o_t, o_v, C)
     else:
         state_ptr += (slot * state_n + head.to(tl.int64) * state_h) * STATE_UNIT
         # all columns: `run_strips` takes a strip of them at a time
@@ -171,7 +185,7 @@ def replay_kernel(
             G, beta = sums
         G += G_base.to(tl.float64)
         high, low = split_fp64(spread_over_rows(G))
-        beta_rows = spread_over_rows(beta)
+        beta_rows = spread_over_rows(spoil_longer_row(beta, count, total))
         W, row_scales = solve_packet(XK, QQ, high, low, beta_rows, scale, C)
         tokens, is_k = tokens_of_rows(PARTS - 1, BT)
         new = base + tokens

@@ -1,4 +1,4 @@
-"""Choose the tile of a state that a program keeps in registers, and describe a pool of states to kernels."""
+"""Choose the tile of a state that a program keeps in registers; describe pools and rows to kernels."""
 
 from dataclasses import dataclass
 
@@ -7,6 +7,7 @@ import triton
 from torch import Tensor
 
 from gdn.backends.triton.launch import Machine, unit_of
+from gdn.problem import DecodeProblem
 
 
 @dataclass(frozen=True)
@@ -117,3 +118,17 @@ def kernel_offsets(device: torch.device, cu_seqlens: Tensor | None) -> Tensor | 
     if cu_seqlens is None:
         return None
     return cu_seqlens.contiguous().to(device, non_blocking=True)
+
+
+def max_row_tokens(p: DecodeProblem) -> int | None:
+    """Return the tokens of the longest row, or None if unknown, as while tracing."""
+    longest = p.q.shape[1] if p.cu_seqlens is None else p.max_seqlen
+    if p.cu_seqlens is not None and longest is None:
+        longest = max((count for _, count in p.token_ranges(read_device=False) or ()), default=0)
+    return longest if isinstance(longest, int) else None
+
+
+def most_tokens(p: DecodeProblem) -> int | None:
+    """Return the tokens of a packed row for which all per-token tensors have places; None without any."""
+    places = [p.write_index if p.write == "all" else None, p.intermediate, p.parent]
+    return min((x.shape[1] for x in places if x is not None and p.cu_seqlens is not None), default=None)

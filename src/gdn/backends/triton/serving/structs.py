@@ -96,7 +96,8 @@ class Packet(NamedTuple):
 
     q_ptr: Any
     k_ptr: Any
-    count: Any
+    count: Any  # tokens that the program computes
+    total: Any  # tokens of the row: more than `count` if it is longer than `max_seqlen` allows
     q_t: Any
     k_t: Any
     q_k: Any
