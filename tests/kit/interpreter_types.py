@@ -36,6 +36,24 @@ def compute_once(construct: Callable[..., None], key: Callable[..., Any], *own: 
     return wrapped
 
 
+def construct_once_per_type(construct: Callable[..., None]) -> Callable[..., None]:
+    """Wrap the __init__ of tensors: those of one type share all attributes but their handle."""
+    known: dict[str, dict[str, Any]] = {}
+
+    @wraps(construct)
+    def wrapped(self: Any, handle: Any, type: Any) -> None:
+        attributes = known.get(type.name)
+        if attributes is None:
+            construct(self, handle, type)
+            known[type.name] = {**vars(self), "handle": None}
+            return
+        own = self.__dict__
+        own.update(attributes)
+        own["handle"], own["type"] = handle, type
+
+    return wrapped
+
+
 def _of_block(element_ty: Any, shape: Any) -> tuple[Any, ...]:
     return element_ty.name, *(s.value if isinstance(s, tl.constexpr) else s for s in shape)
 
@@ -58,6 +76,20 @@ def compute_once_per_name(convert: Callable[[Any], Any]) -> Callable[[Any], Any]
     return wrapped
 
 
+def convert_once(convert: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    """Wrap the change of a block's element type: one result for each pair of names."""
+    known: dict[tuple[str, str], Any] = {}
+
+    @wraps(convert)
+    def wrapped(self: Any, element_ty: Any) -> Any:
+        at = self.name, element_ty.name
+        if at not in known:
+            known[at] = convert(self, element_ty)
+        return known[at]
+
+    return wrapped
+
+
 def broadcast_unless_alike(broadcast: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap the broadcast of two values: two tiles of one shape need none."""
 
@@ -72,7 +104,7 @@ def broadcast_unless_alike(broadcast: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def promote_unless_alike(promote: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap the promotion of two operands: of one dtype they need a broadcast alone.
+    """Wrap the promotion of two operands: of one dtype, or a pointer and an offset, they need a broadcast alone.
 
     A number takes the dtype of the fp32 or int32 operand beside it. All other operands are left to Triton.
     """
@@ -87,7 +119,8 @@ def promote_unless_alike(promote: Callable[..., Any]) -> Callable[..., Any]:
             dtype = lhs.dtype
             if type(rhs) is tensor:
                 # Triton divides two numbers of 16 bits in fp32
-                if rhs.dtype is dtype and (dtype is fp32 or not div_or_mod) and not dtype.is_ptr():
+                alike = rhs.dtype is dtype and (dtype is fp32 or not div_or_mod) and not dtype.is_ptr()
+                if alike or allow_lhs_ptr and dtype.is_ptr() and rhs.dtype.is_int():
                     return self.broadcast_impl_value(lhs, rhs)
             elif arithmetic_check and (
                 dtype is fp32 and type(rhs) in (int, float)
@@ -132,7 +165,8 @@ def install() -> None:
     """Patch the types, the promotion of operands and the overflow check in place."""
     core = tl.core
     core.block_type.__init__ = compute_once(core.block_type.__init__, _of_block, "element_ty")
-    core.tensor.__init__ = compute_once(core.tensor.__init__, lambda _, type: type.name, "handle", "type")
+    core.tensor.__init__ = construct_once_per_type(core.tensor.__init__)
+    core.block_type.with_element_ty = convert_once(core.block_type.with_element_ty)
     core.dtype.__eq__ = compare_identity_first(core.dtype.__eq__)
     core.pointer_type.__eq__ = compare_identity_first(core.pointer_type.__eq__)
     interpreter._get_np_dtype = compute_once_per_name(interpreter._get_np_dtype)
