@@ -104,7 +104,7 @@ def broadcast_unless_alike(broadcast: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def promote_unless_alike(promote: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap the promotion of two operands: of one dtype, or a pointer and an offset, they need a broadcast alone.
+    """Wrap the promotion of two operands: of one dtype, or pointer and offset, they need a broadcast alone.
 
     A number takes the dtype of the fp32 or int32 operand beside it. All other operands are left to Triton.
     """
