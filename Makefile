@@ -198,7 +198,7 @@ $(VENV)/.demo: pyproject.toml | $(VENV)/.torch
 	touch $@
 
 $(VENV)/.test: pyproject.toml | $(VENV)/.torch
-	$(VENV)/bin/python -m pip install --progress-bar off -e '.[dev]'
+	$(VENV)/bin/python -m pip install --progress-bar off --no-compile -e '.[dev]'
 	if [ "$$(uname -sm)" = "Linux x86_64" ] && ! $(VENV)/bin/python -c "import triton" 2>/dev/null; then \
 		$(VENV)/bin/python -m pip install --progress-bar off "$(TRITON)"; fi
 	touch $@

@@ -1,15 +1,39 @@
 """Test the corrected interpreter: bf16 as in PyTorch, tf32 as on tensor cores, extremes as on a GPU."""
 
+import numpy as np
 import pytest
 import torch
 import triton
 import triton.language as tl
+from triton.runtime import interpreter
 from triton.runtime.errors import InterpreterError
 
 from gdn.backends.triton.launch import INTERPRETED
 
 N = 64
 pytestmark = pytest.mark.interpret
+
+
+BLOCK, SCALAR = [2, 4], []
+DTYPES = (
+    tl.int1,
+    tl.int32,
+    tl.uint32,
+    tl.int64,
+    tl.float16,
+    tl.bfloat16,
+    tl.float32,
+    tl.pointer_type(tl.float32),
+)
+
+
+def promoted(promote, lhs, rhs, options):
+    """Return the types and the elements of both operands after a promotion, or the type of its error."""
+    try:
+        operands = promote(interpreter.interpreter_semantic, lhs, rhs, *options)
+    except Exception as e:
+        return type(e)
+    return [(str(x.type), x.handle.data.tolist(), x.handle.data.dtype) for x in operands]
 
 
 @triton.jit
@@ -173,3 +197,30 @@ def test_types_of_one_name_are_alike(triton_device):
         assert tile.handle == number and tile.type is block and tile.dtype == block.scalar
         assert [s.value for s in tile.shape] == list(block.shape)
     assert len({str(block) for block in blocks}) == 10
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="a GPU has no interpreter")
+@pytest.mark.parametrize(
+    "options", [(), (True, True), (True, False), (False, False, False), (False, False, True, True)]
+)
+@pytest.mark.filterwarnings("ignore:overflow encountered")
+def test_a_spared_promotion_is_that_of_triton(triton_device, options):
+    """Operands and numbers get the dtype, the shape and the elements that Triton alone gives them."""
+    scope = interpreter._patch_lang(_round.fn)
+
+    def operand(dtype, shape):
+        data = np.ones(shape or 1, interpreter._get_np_dtype(dtype))
+        return tl.tensor(
+            interpreter.TensorHandle(data, dtype), tl.block_type(dtype, shape) if shape else dtype
+        )
+
+    try:
+        wrapped = interpreter.TritonSemantic.binary_op_type_checking_impl
+        tensors = [operand(dtype, shape) for dtype in DTYPES for shape in (BLOCK, SCALAR)]
+        numbers = [True, 0, -3, 2**31, -(2**31), 2.5, 1e300, float("inf")]
+        for lhs in tensors:
+            for rhs in (*tensors, operand(lhs.dtype, [1, 4]), *numbers):
+                expected = promoted(wrapped.__wrapped__, lhs, rhs, options)
+                assert promoted(wrapped, lhs, rhs, options) == expected, (lhs.type, rhs)
+    finally:
+        scope.restore()

@@ -12,8 +12,10 @@ are never specialised.
 import argparse
 import dataclasses
 import faulthandler
+import functools
 import gc
 import hashlib
+import inspect
 import json
 import os
 import pkgutil
@@ -23,17 +25,19 @@ import signal
 import sys
 import tempfile
 import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+from triton.compiler import ASTSource, code_generator
 from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime.cache import triton_key
 
@@ -180,6 +184,16 @@ def _type(x: Any) -> str:
     return f"tensordesc<{DTYPES[x.base.dtype]}{x.block_shape},{x.layout!r}>"
 
 
+def spare_the_code_generator() -> None:
+    """Let Triton's code generator silence no warnings at each node, and inspect each signature once."""
+    quiet = nullcontext()
+    silent = {"catch_warnings": lambda: quiet, "simplefilter": lambda *args: None}
+    code_generator.warnings = SimpleNamespace(**vars(warnings) | silent)
+    code_generator.inspect = SimpleNamespace(
+        **vars(inspect) | {"signature": functools.cache(inspect.signature)}
+    )
+
+
 def _compile(job: Job) -> Any:
     """Compile a kernel, on a machine that may have no GPU."""
     names = job.kernel.arg_names
@@ -272,6 +286,7 @@ def compile_all(expected: list[Job], workers: int | None = None) -> dict[Job, Re
     if waiting:
         # Triton hashes its own library, 300 MB, once per process: a forked child inherits the cached hash
         triton_key()
+        spare_the_code_generator()
     with tempfile.TemporaryDirectory() as folder:
         while waiting or running:
             while waiting and len(running) < (workers or os.cpu_count() or 1):

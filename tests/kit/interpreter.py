@@ -23,7 +23,7 @@ ARITHMETIC = ("binary_op", "unary_op", "ternary_op", "create_fma", "create_rsqrt
 
 
 def is_bf16(handle):
-    return handle.dtype.scalar == tl.bfloat16
+    return handle.dtype.scalar.name == "bf16"
 
 
 def widen(handle):
@@ -140,11 +140,13 @@ def patch_once_per_launch(patch):
     Triton patches the language at every call of a device function, though the launch has done it. Listing the
     members of its modules took a third of the time of an interpreted kernel.
     """
-    patched = set()
+    patched, modules_of = set(), {}
 
     @wraps(patch)
     def wrapped(fn):
-        modules = {id(x) for x in fn.__globals__.values() if x is tl or x is tl.core}
+        if fn not in modules_of:
+            modules_of[fn] = {id(x) for x in fn.__globals__.values() if x is tl or x is tl.core}
+        modules = modules_of[fn]
         if patched and modules <= patched:
             return interpreter._LangPatchScope()
         scope, is_launch = patch(fn), not patched

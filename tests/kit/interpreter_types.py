@@ -3,7 +3,8 @@
 The interpreter runs the frontend of the compiler for every operation of every program. An addition of
 integers constructs some twenty types, their names and the tuples of their shapes, and a dozen more values to
 look for an overflow. It then drops that result, since it asserts in debug mode only. Here the attributes of a
-type are computed once for each name. numpy looks for the overflow, and an overflow fails.
+type are computed once for each name. numpy looks for the overflow, and an overflow fails. Operands of one
+dtype are not promoted, and a function of the language is called without a wrapper.
 """
 
 from collections.abc import Callable
@@ -14,6 +15,8 @@ import numpy as np
 import triton.language as tl
 from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
+
+BUILTIN = tl.core.builtin(lambda: None).__code__  # of the wrapper that `builtin` puts around each function
 
 
 def compute_once(construct: Callable[..., None], key: Callable[..., Any], *own: str) -> Callable[..., None]:
@@ -29,6 +32,24 @@ def compute_once(construct: Callable[..., None], key: Callable[..., Any], *own: 
         else:
             vars(self).update(known[at])
             vars(self).update(zip(own, args, strict=False))
+
+    return wrapped
+
+
+def construct_once_per_type(construct: Callable[..., None]) -> Callable[..., None]:
+    """Wrap the __init__ of tensors: those of one type share all attributes but their handle."""
+    known: dict[str, dict[str, Any]] = {}
+
+    @wraps(construct)
+    def wrapped(self: Any, handle: Any, type: Any) -> None:
+        attributes = known.get(type.name)
+        if attributes is None:
+            construct(self, handle, type)
+            known[type.name] = {**vars(self), "handle": None}
+            return
+        own = self.__dict__
+        own.update(attributes)
+        own["handle"], own["type"] = handle, type
 
     return wrapped
 
@@ -55,6 +76,20 @@ def compute_once_per_name(convert: Callable[[Any], Any]) -> Callable[[Any], Any]
     return wrapped
 
 
+def convert_once(convert: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    """Wrap the change of a block's element type: one result for each pair of names."""
+    known: dict[tuple[str, str], Any] = {}
+
+    @wraps(convert)
+    def wrapped(self: Any, element_ty: Any) -> Any:
+        at = self.name, element_ty.name
+        if at not in known:
+            known[at] = convert(self, element_ty)
+        return known[at]
+
+    return wrapped
+
+
 def broadcast_unless_alike(broadcast: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap the broadcast of two values: two tiles of one shape need none."""
 
@@ -66,6 +101,53 @@ def broadcast_unless_alike(broadcast: Callable[..., Any]) -> Callable[..., Any]:
         return broadcast(self, lhs, rhs)
 
     return wrapped
+
+
+def promote_unless_alike(promote: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap the promotion of two operands: of one dtype, or pointer and offset, they need a broadcast alone.
+
+    A number takes the dtype of the fp32 or int32 operand beside it. All other operands are left to Triton.
+    """
+    tensor, fp32, int32 = tl.core.tensor, tl.float32, tl.int32
+
+    @wraps(promote)
+    def wrapped(
+        self: Any, lhs: Any, rhs: Any, allow_lhs_ptr: bool = False, allow_rhs_ptr: bool = False,
+        arithmetic_check: bool = True, div_or_mod: bool = False,
+    ) -> Any:  # fmt: skip
+        if type(lhs) is tensor:
+            dtype = lhs.dtype
+            if type(rhs) is tensor:
+                # Triton divides two numbers of 16 bits in fp32
+                alike = rhs.dtype is dtype and (dtype is fp32 or not div_or_mod) and not dtype.is_ptr()
+                if alike or allow_lhs_ptr and dtype.is_ptr() and rhs.dtype.is_int():
+                    return self.broadcast_impl_value(lhs, rhs)
+            elif arithmetic_check and (
+                dtype is fp32 and type(rhs) in (int, float)
+                or dtype is int32 and type(rhs) is int and -(2**31) <= rhs < 2**31
+            ):  # fmt: skip
+                return self.broadcast_impl_value(lhs, self.scalar_constant(rhs, dtype))
+        return promote(self, lhs, rhs, allow_lhs_ptr, allow_rhs_ptr, arithmetic_check, div_or_mod)
+
+    return wrapped
+
+
+def call_without_wrapper(obj: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
+    """Patch a function of the language as Triton's `_patch_attr` does, without the check of its wrapper."""
+    semantic = TritonSemantic(builder)
+    function = member.__wrapped__ if member.__code__ is BUILTIN else member
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        kwargs["_semantic"] = semantic
+        return function(*args, **kwargs)
+
+    scope.set_attr(obj, name, call)
+
+
+def unwrap_tensors_first(unwrap: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Wrap the search of an argument for constants: a tensor, a number and None hold none."""
+    plain = frozenset((tl.core.tensor, int, float, bool, str, type(None)))
+    return wraps(unwrap)(lambda o: o if type(o) in plain else unwrap(o))
 
 
 def find_overflow(self: Any, lhs: Any, rhs: Any, binary_op: Callable[..., Any]) -> None:
@@ -80,12 +162,18 @@ def find_overflow(self: Any, lhs: Any, rhs: Any, binary_op: Callable[..., Any]) 
 
 
 def install() -> None:
-    """Patch the types and the overflow check in place."""
+    """Patch the types, the promotion of operands and the overflow check in place."""
     core = tl.core
     core.block_type.__init__ = compute_once(core.block_type.__init__, _of_block, "element_ty")
-    core.tensor.__init__ = compute_once(core.tensor.__init__, lambda _, type: type.name, "handle", "type")
+    core.tensor.__init__ = construct_once_per_type(core.tensor.__init__)
+    core.block_type.with_element_ty = convert_once(core.block_type.with_element_ty)
     core.dtype.__eq__ = compare_identity_first(core.dtype.__eq__)
     core.pointer_type.__eq__ = compare_identity_first(core.pointer_type.__eq__)
     interpreter._get_np_dtype = compute_once_per_name(interpreter._get_np_dtype)
     TritonSemantic.broadcast_impl_value = broadcast_unless_alike(TritonSemantic.broadcast_impl_value)
     TritonSemantic.binary_op_sanitize_overflow_impl = find_overflow
+    TritonSemantic.binary_op_type_checking_impl = promote_unless_alike(
+        TritonSemantic.binary_op_type_checking_impl
+    )
+    interpreter._patch_attr = call_without_wrapper
+    core._unwrap_if_constexpr = unwrap_tensors_first(core._unwrap_if_constexpr)

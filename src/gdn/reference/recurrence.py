@@ -121,8 +121,13 @@ def gated_delta_rule(
         ends = cu_seqlens.tolist()
         ranges = [(0, start, end) for start, end in zip(ends[:-1], ends[1:], strict=True)]
     o = [[torch.zeros(HV, V, dtype=dtype, device=q.device)] * T for _ in range(B)]
+    # rows and columns of all tokens are views made once: a token's few operations take most of the time.
     # unbind: indexing x[b, t] would give every token a gradient tensor of the size of x
-    qs, ks, vs, gs, betas = ([row.unbind(0) for row in x.unbind(0)] for x in (q, k, v, g, beta))
+    rows = q[..., None, :], k[..., None, :], v[..., None, :]
+    columns = k[..., None], g[..., None], beta[..., None, None]
+    q_rows, k_rows, v_rows, k_columns, gs, betas = (
+        [row.unbind(0) for row in x.unbind(0)] for x in (*rows, *columns)
+    )
     finals = []
     for n, (b, start, end) in enumerate(ranges):
         S = torch.zeros(HV, K, V, dtype=dtype, device=q.device)
@@ -130,10 +135,10 @@ def gated_delta_rule(
             S = initial_state[n].to(dtype)
             S = S.transpose(-1, -2) if state_v_first else S
         for t in range(start, end):
-            S = torch.exp(gs[b][t])[:, :, None] * S
-            d = betas[b][t][:, None] * (vs[b][t] - torch.einsum("hkv,hk->hv", S, ks[b][t]))
-            S = S + ks[b][t][:, :, None] * d[:, None, :]
-            o[b][t] = torch.einsum("hkv,hk->hv", S, qs[b][t])
+            S = torch.exp(gs[b][t]) * S
+            d = betas[b][t] * (v_rows[b][t] - k_rows[b][t] @ S)
+            S = S + k_columns[b][t] * d
+            o[b][t] = (q_rows[b][t] @ S)[:, 0]
         finals.append(S.transpose(-1, -2) if state_v_first else S)
     shape = (0, HV, V, K) if state_v_first else (0, HV, K, V)
     final = torch.stack(finals) if finals else q.new_zeros(shape)
