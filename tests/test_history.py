@@ -187,6 +187,44 @@ def test_a_long_history_in_programs_of_many_strips(triton_device, monkeypatch, V
     assert got.cursor.tolist() == [[19, 1, 0], [20, 4, 0]]
 
 
+@pytest.mark.interpret
+@pytest.mark.parametrize("state", [F32, BF16, torch.int16, torch.int8])
+def test_wide_strips_have_the_bits_of_narrow_ones(triton_device, monkeypatch, state):
+    """Programs of two warps have the bits of programs of one: empty histories, folds, steps after them."""
+    from gdn.backends.triton import launch
+    from gdn.backends.triton.serving import history, packet
+    from gdn.ops import fastpath
+
+    monkeypatch.setattr(packet, "FILLED", 0)
+    sizes, gpu = {"H": 1, "HV": 2, "K": 128, "V": 128}, launch.machine(torch.device(triton_device))
+    x = gdn.allocate_history_pool(
+        3, num_k_heads=1, num_v_heads=2, head_k_dim=128, head_v_dim=128, places=4, state_dtype=state,
+        history_dtype=BF16, state_v_first=True, with_remainder=False,
+    )  # fmt: skip
+    x.write(torch.arange(3), torch.randn(3, 2, 128, 128) / 12, state_v_first=True)
+    steps = [moved(inputs(3, 1, **sizes, dtype=BF16, raw=True), triton_device) for _ in range(4)]
+    results, strips = [], []
+    for columns in ({}, {(gpu.capability, 128, 128): history.COLUMNS[90, 128, 128]}):
+        monkeypatch.setattr(history, "COLUMNS", columns)
+        monkeypatch.setattr(history, "_plans", launch.PlanCache())
+        monkeypatch.setattr(fastpath, "_calls", {})
+        one = on(x, triton_device)
+        one.cursor[1, 0] = 2
+        o = [
+            api.decode_with_history(**given, pool=one, use_history=True, backend="triton") for given in steps
+        ]
+        results.append([*o, *one.tensors()])
+        (plan,) = history._plans.plans.values()
+        strips.append((plan.launch.constants["BV"], plan.launch.num_warps))
+    assert strips == [(16, 1), (32 if state == F32 else 64, 2)]
+    pairs = list(zip(*results, strict=True))
+    if triton_device == "cpu":
+        # NumPy sums a product's terms in an order that depends on the number of columns
+        assert all(error(z.double(), y.double()) < 1e-3 for y, z in pairs)
+    else:
+        assert all(same_bits(y, z) for y, z in pairs)
+
+
 def run_steps(backend, device, steps, x, tolerance=1e-5, dtype=F32):
     """Decode steps of (tokens, kept, what to do first) on a pool, and plainly the tokens that are kept.
 

@@ -317,13 +317,14 @@ def replay(
 
 def history(
     B: int, T: int, D: int, dtype: Any, pool_dtype: Any, places: int, v_first: bool, has_drafts: bool,
-    is_per_channel: bool = False,
+    is_per_channel: bool = False, has_remainder: bool = True,
 ) -> Callable[[], Any]:  # fmt: skip
     """Return a step that appends to histories, and a fold of these."""
     sizes = {"num_k_heads": 2, "num_v_heads": 4, "head_k_dim": D, "head_v_dim": D, "state_v_first": v_first}
     pool = gdn.allocate_history_pool(
         B, **sizes, places=places, room=T, state_dtype=pool_dtype, history_dtype=dtype,
         decay="channel" if is_per_channel else "head",
+        with_remainder=has_remainder,
     )  # fmt: skip
     x = rows_of(B, T, K=D, V=D, dtype=dtype, raw=True, is_per_channel=is_per_channel)
     options, drafts, rows = {"state_v_first": v_first, "backend": "triton"}, {}, slots(B)
@@ -852,9 +853,11 @@ OTHERS = {
         LARGEST_WITHOUT_TCGEN05,
     ),
     "history": (history, (256, 1, 128, BF16, FP32, 16, True, False), TUNED),
+    "history bf16": (history, (256, 1, 128, BF16, BF16, 16, True, False), TUNED),
     "history 64": (history, (256, 1, 64, BF16, BF16, 16, True, False), TUNED),
     "history int16": (history, (256, 1, 128, BF16, INT16, 16, True, False), TUNED),
     "history int8": (history, (256, 1, 128, BF16, INT8, 16, True, False), TUNED),
+    "history int8 alone": (history, (256, 1, 128, BF16, INT8, 16, True, False, False, False), TUNED),
     "history int8 64": (history, (256, 1, 64, BF16, INT8, 16, True, False), WITHOUT_TCGEN05),
     "history int8 of drafts, K first": (history, (3, 4, 64, BF16, INT8, 20, False, True), TUNED),
     "history of channels": (history, (80, 1, 128, BF16, FP32, 16, True, False, True), TUNED),

@@ -8,8 +8,9 @@ state. `decode` moves 4.2 MB. With few rows the latency of the MMAs counts, not 
 from how many states on the history is the faster way. Below, `fold_history` empties it, and `decode` runs.
 """
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import triton
@@ -27,14 +28,20 @@ from gdn.backends.triton.launch import (
     machine,
 )
 from gdn.backends.triton.launch.launches import Step
-from gdn.backends.triton.launch.pdl import launch_dependents_then_wait
+from gdn.backends.triton.launch.pdl import launch_dependents_then_wait, pdl_options
 from gdn.backends.triton.lib import column_mask, split_fp64
 from gdn.backends.triton.serving import decode as plain
 from gdn.backends.triton.serving.fold import fold_constants
 from gdn.backends.triton.serving.fold_history import fold_tensors, plan_fold
 from gdn.backends.triton.serving.history_channels import plan_channels_append
 from gdn.backends.triton.serving.history_lib import load_cursor, ring_places, solve_token, store_cursor
-from gdn.backends.triton.serving.packet import index_strides, num_programs, options, sample_num_states
+from gdn.backends.triton.serving.packet import (
+    REGISTERS,
+    index_strides,
+    num_programs,
+    options,
+    sample_num_states,
+)
 from gdn.backends.triton.serving.packet_lib import (
     ROWS,
     fill_outputs,
@@ -81,6 +88,12 @@ FOLDED = {False: 32, True: 16}
 # programs of a head that share the strips of a row that folds: one alone would end long after all others.
 # More would slow the other rows, where all programs of a head but one have nothing to do
 SPLITS = 4
+# (compute capability, K, V) -> bytes of a state's element -> columns of a strip in programs of two warps, for
+# one token, where states are V-first and programs fill the SMs. The bits are the same. us of 64 and 256 rows
+# of 32 heads, folds included, for one warp with 16 columns (H200): fp32 51.8 and 173 for 59.6 and 202, bf16
+# 32.2 and 105 for 35.1 and 113, int16 45.7 and 149 for 55.6 and 186, int8 31.3 and 101 for 43.8 and 144.
+# int8 with a remainder loses: 74.4 and 180 for 61.4 and 181
+COLUMNS = {(90, 128, 128): {1: 64, 2: 64, 4: 32}}
 
 
 @kernel
@@ -104,8 +117,9 @@ def history_kernel(
     # S_t = e^(G_t) S + sum_j e^(G_t - G_j) k_j u_j^T, then o and u of the tokens as in `packet`. Where the
     # history is full S <- e^(G_P) S + sum_(j < P) e^(G_P - G_j) k_j u_j^T, and the tokens begin the next one.
     # Program (row, head, block): STRIPS strips of BV value columns; grid: (N, + 1 if packed) * HV * blocks *
-    # SPLITS; 1 warp. Of SPLITS programs the first does all strips, and the others exit, unless the row folds:
-    # then each does a part. Scores with the history, at most PASTS blocks, stay in registers over all strips.
+    # SPLITS; 1 or 2 warps. Of SPLITS programs the first does all strips, and the others exit, unless the row
+    # folds: then each does a part. Scores with the history, at most PASTS blocks, stay in registers over all
+    # strips.
     # PDL: it lets the next kernel start at once, and waits for the previous one before its first load.
     # Reads S, the history, the tokens; writes o, u, k and G of the tokens, the cursor, and a folded S.
     # No program writes what another one of its row may still read: the new places are not in use, and the
@@ -314,5 +328,19 @@ def plan_append(
     splits = triton.cdiv(sizes["STRIPS"], strips) if is_single else 1
     constants |= folds | {"BK": min(FOLDED[p.remainder is not None], constants["BS"])}
     constants |= {"IS_SINGLE": is_single, "SPLITS": splits}
+    columns = wide_strip(p, sizes, constants)
+    if columns is not None:
+        constants |= {"BV": columns, "STRIPS": p.V // columns, "SPLITS": 2, "STAGES": 2}
+        limit = {**pdl_options(machine(p.q.device)), "maxnreg": REGISTERS}
+        return Launch(history_kernel, 2 * p.N * p.HV, rest, constants, 2, options=limit)
     programs = num_programs(p, sizes) * splits
     return Launch(history_kernel, programs, rest, constants, 1, options=options(sizes, p, False))
+
+
+def wide_strip(p: HistoryProblem, sizes: Mapping[str, int], constants: Mapping[str, Any]) -> int | None:
+    """Return the columns of a strip if programs of two warps are faster, as measured: see COLUMNS."""
+    gpu = machine(p.q.device)
+    by_width = COLUMNS.get((gpu.capability, p.K, p.V)) if gpu.kind == "cuda" else None
+    is_filled = sizes["STRIPS"] > 1 and constants["IS_SINGLE"] and constants["AXIS"] == "k"
+    is_measured = p.q.element_size() == 2 and constants["PASTS"] == 1 and p.remainder is None
+    return by_width.get(p.state.element_size()) if by_width and is_filled and is_measured else None
