@@ -91,7 +91,7 @@ def are_held(lists: list[list[Tensor]]) -> bool:
     num_lists = Counter(map(id, chain(*lists)))
     tensors = list({id(x): x for x in chain(*lists)}.values())
     # of nobody else: it has as many references as the list and the calls below are
-    probe = [torch.empty(0)]
+    probe = [torch.empty(0, device="cpu")]
     (own,) = map(sys.getrefcount, probe)
     if list(map(sys.getrefcount, tensors)) != [own + num_lists[id(x)] for x in tensors]:
         return True
