@@ -6,6 +6,7 @@ import itertools
 import hypothesis
 import pytest
 import torch
+from conftest import INTERPRETED
 from hypothesis import strategies as st
 from kit import api
 from kit.api import reference
@@ -223,6 +224,25 @@ def test_wide_strips_have_the_bits_of_narrow_ones(triton_device, monkeypatch, st
         assert all(error(z.double(), y.double()) < 1e-3 for y, z in pairs)
     else:
         assert all(same_bits(y, z) for y, z in pairs)
+
+
+@pytest.mark.skipif(INTERPRETED, reason="no kernel runs")
+def test_wide_strips_are_for_histories_of_16_bits(monkeypatch):
+    """In fp32 a history takes the registers of a second warp: 646 bytes would be spilled, and none is now."""
+    pytest.importorskip("triton")
+    from kit.compiling import TARGETS, recording
+
+    from gdn.backends.triton.serving import packet
+
+    monkeypatch.setattr(packet, "FILLED", 0)
+    given = inputs(2, 1, H=1, HV=2, K=128, V=128, dtype=BF16, raw=True)
+    warps = {}
+    for kept in (BF16, F32):
+        x = pool(16, kept=kept, slots=2, K=128, V=128)
+        with recording(TARGETS["cuda:90"].machine) as launches:
+            api.decode_with_history(**given, pool=x, use_history=True, backend="triton")
+        warps[kept] = [one.num_warps for one, _ in launches]
+    assert warps == {BF16: [2], F32: [1]}
 
 
 def run_steps(backend, device, steps, x, tolerance=1e-5, dtype=F32):

@@ -228,10 +228,11 @@ def test_a_stream_serves_other_graphs_after_the_last_of_its_own(monkeypatch):
 
 
 def test_a_memory_without_graphs_is_not_used_again(monkeypatch):
-    """PyTorch refuses the handle of a pool whose last graph is gone."""
+    """PyTorch refuses the handle of a pool whose last graph is gone. Its own GPU has then ended its work."""
     Device(monkeypatch)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    call, device = graphing.GraphedCall(families.make_model("qwen3_5")), torch.device("cuda", 0)
+    ended = []
+    monkeypatch.setattr(torch.cuda, "synchronize", ended.append)
+    call, device = graphing.GraphedCall(families.make_model("qwen3_5")), torch.device("cuda", 1)
     recording = types.SimpleNamespace(is_idle=False, device=device)
     call.recordings = {"key": [recording]}
     memory = call.memory_of(device)
@@ -240,6 +241,7 @@ def test_a_memory_without_graphs_is_not_used_again(monkeypatch):
     recording.is_idle = True
     call._free_idle()
     assert call.recordings == {} and call.memory_of(device) is not memory
+    assert ended == [1, 1]
 
 
 @pytest.mark.parametrize("has_driver", [True, False])
@@ -574,6 +576,22 @@ def test_two_caches_that_have_the_same_layers_have_one_tenant(monkeypatch):
         del steps, other
         gc.collect()
         assert one.is_idle and second.is_idle
+
+
+def test_two_live_caches_of_the_same_layers_share_a_graph(monkeypatch):
+    """Steps of either in turn are not recorded again, whichever had the graph first."""
+    recorder = Recorder(monkeypatch)
+    model, ids = copy.deepcopy(families.make_model("qwen3_5")), families.tokens(2, 20)
+    with gdn.patch_transformers(graphs=True), torch.no_grad():
+        steps = Steps(model, ids)
+        for _ in range(3):
+            steps()
+        first, graphs = steps.cache, recorder.num_graphs
+        other = copy.copy(first)
+        for cache in (other, first) * 3:
+            steps.cache = cache
+            steps()
+        assert recorder.num_graphs == graphs == 1
 
 
 def test_each_generate_of_a_kind_replays_one_graph(monkeypatch):

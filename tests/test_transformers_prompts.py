@@ -127,6 +127,22 @@ def test_a_text_that_goes_on_in_its_cache_is_no_prompt_of_a_graph(recorder, mode
         assert {key[0][1][1] for key in graphing._calls[model].prompt_kinds} == {12}
 
 
+def test_a_later_prompt_of_a_cache_enters_the_order_of_streams(monkeypatch, model):
+    """It writes the tensors of a recorded step, which another stream may give to the next cache."""
+    Recorder(monkeypatch)
+    entered = []
+    with gdn.patch_transformers(graphs=True):
+        cache = transformers.StaticCache(config=model.config, max_cache_len=48)
+        given = {**options(), families.CACHE: cache}
+        del given["cache_implementation"]
+        first = model.generate(families.tokens(2, 12), **given)
+        assert len(recordings(model)) == 1
+        monkeypatch.setattr(capturing.StreamOrder, "enter", lambda self, device: entered.append(device))
+        model.generate(torch.cat([first, families.tokens(2, 5)], 1), **given)
+        # the prompt and all steps
+        assert len(entered) == 1 + NEW - 1
+
+
 @pytest.mark.parametrize("why", ["many tokens", "not compiled", "no graphs", "sampled logits", "an image"])
 def test_what_is_left_to_the_model(monkeypatch, recorder, model, why):
     if why == "many tokens":

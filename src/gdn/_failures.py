@@ -1,7 +1,7 @@
 """Log failures of work that a call does not need, such as compiling before a launch does.
 
-What fails there either fails again where it is needed, or only takes longer. A fault of gdn itself would
-switch it off unseen, so each failure is logged, and fails the test in which it happens (`tests/conftest.py`).
+A call that needs the result later meets the same failure again, or takes longer. A fault of gdn itself would
+switch such work off unseen, so each failure is logged, and fails the test that runs (`tests/conftest.py`).
 """
 
 import logging

@@ -20,7 +20,7 @@ from torch import Tensor
 
 # streams for branches of one graph: as many as the largest group of matmuls has besides its first
 NUM_BRANCHES = 3
-# of graphs that are gone, by device: cuBLAS keeps a workspace for each, so they are used again
+# streams whose graphs are gone, by device: cuBLAS keeps a workspace for each, so they are used again
 _unused_streams: defaultdict[int, list[Any]] = defaultdict(list)
 # by the handle of the stream that captures
 _branch_streams: dict[int, list[Any]] = {}
@@ -32,7 +32,11 @@ class GraphMemory:
     def __init__(self, index: int) -> None:
         self.pool: Any = torch.cuda.graph_pool_handle()
         unused = _unused_streams[index]
-        self.stream = unused.pop() if unused else _capture_stream(index)
+        try:
+            self.stream = unused.pop()
+        except IndexError:
+            # none, or another thread was faster
+            self.stream = _capture_stream(index)
         # each graph holds this object, so the stream serves others when the last graph is gone
         weakref.finalize(self, unused.append, self.stream)
 

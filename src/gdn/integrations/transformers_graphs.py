@@ -105,13 +105,21 @@ class GraphedCall:
         if name is None or not asks_for_logits(model, inputs):
             return model(**inputs)
         with self.lock:
-            recordings = [x for x in chain(*self.recordings.values()) if x.owner() is inputs[name]]
+            recordings = self.recordings_of(inputs[name])
             if recordings or is_static(inputs[name]):
-                self.order.enter(inputs["input_ids"].device)
-                for recording in recordings:
-                    recording.tenant.stream = self.order.last
+                self.enter(recordings, inputs["input_ids"].device)
                 return self._call(model, name, inputs, recordings)
         return model(**inputs)
+
+    def recordings_of(self, cache: Any) -> list[Recording]:
+        """Return the recordings whose tensors are those of a cache, or of the layers that it shares."""
+        return [x for x in chain(*self.recordings.values()) if x.tenant.serves(cache)]
+
+    def enter(self, recordings: list[Recording], device: torch.device) -> None:
+        """Let the current stream wait for the call before, and later calls on these tensors for this one."""
+        self.order.enter(device)
+        for recording in recordings:
+            recording.tenant.stream = self.order.last
 
     def _call(self, model: Any, name: str, inputs: dict[str, Any], recordings: list[Recording]) -> Any:
         """Replay, record, or run a step that is graphable; `name` is that of the cache among the inputs."""
@@ -189,9 +197,9 @@ class GraphedCall:
         PyTorch refuses the pool of a memory whose last graph is gone.
         """
         kept = {key: [x for x in group if not x.is_idle] for key, group in self.recordings.items()}
-        if self.memories:
+        for index in self.memories:
             # a replay on another stream than that of the tensors may not have ended
-            torch.cuda.synchronize()
+            torch.cuda.synchronize(index)
         self.recordings = {key: group for key, group in kept.items() if group}
         used = {x.device.index for x in chain(*self.recordings.values())}
         self.memories = {index: memory for index, memory in self.memories.items() if index in used}

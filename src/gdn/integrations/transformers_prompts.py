@@ -150,6 +150,10 @@ def call_with_prompt(call: GraphedCall, model: Any, inputs: dict[str, Any]) -> A
     tensors: list[Tensor] = []
     others: list[Any] = []
     if (fresh := fresh_key(cache)) is None or not describe(given, tensors, others):
+        # a prompt after the first one of its cache, whose tensors a recorded step may have
+        with call.lock:
+            if recordings := call.recordings_of(cache):
+                call.enter(recordings, inputs["input_ids"].device)
         return model(**inputs)
     if call.is_new:
         call.is_new = False

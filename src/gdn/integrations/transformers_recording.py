@@ -77,6 +77,13 @@ class Tenant:
         # the stream of the cache's last step
         self.stream: Any = None
 
+    def serves(self, cache: Any) -> bool:
+        """Return True for the cache, and for another one that has the same layers."""
+        if self.owner() is cache:
+            return True
+        layers, own = getattr(cache, "layers", None) or (), [layer() for layer in self.state.layers]
+        return 0 < len(layers) == len(own) and all(map(is_, layers, own))
+
     @property
     def is_gone(self) -> bool:
         """Return True if nobody has the cache, one of its layers, one of their tensors, or a view of one."""
@@ -90,7 +97,7 @@ def are_held(lists: list[list[Tensor]]) -> bool:
     """Return True if others than `lists` refer to their tensors, or to tensors of the same memory."""
     num_lists = Counter(map(id, chain(*lists)))
     tensors = list({id(x): x for x in chain(*lists)}.values())
-    # of nobody else: it has as many references as the list and the calls below are
+    # a tensor that nobody else has: it has as many references as the list and the calls below make
     probe = [torch.empty(0, device="cpu")]
     (own,) = map(sys.getrefcount, probe)
     if list(map(sys.getrefcount, tensors)) != [own + num_lists[id(x)] for x in tensors]:
@@ -118,7 +125,7 @@ class Recording:
         self.output: Any
 
     def share(self, tenant: Tenant) -> None:
-        """Have a tenant, which may have other recordings."""
+        """Belong to a tenant, whose cache may have other recordings."""
         self.tenant = tenant
         tenant.recordings.add(self)
 

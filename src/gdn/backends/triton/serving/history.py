@@ -342,5 +342,6 @@ def wide_strip(p: HistoryProblem, sizes: Mapping[str, int], constants: Mapping[s
     gpu = machine(p.q.device)
     by_width = COLUMNS.get((gpu.capability, p.K, p.V)) if gpu.kind == "cuda" else None
     is_filled = sizes["STRIPS"] > 1 and constants["IS_SINGLE"] and constants["AXIS"] == "k"
-    is_measured = p.q.element_size() == 2 and constants["PASTS"] == 1 and p.remainder is None
+    is_short = all(x.element_size() == 2 for x in (p.q, p.history_u, p.history_k))
+    is_measured = is_short and constants["PASTS"] == 1 and p.remainder is None
     return by_width.get(p.state.element_size()) if by_width and is_filled and is_measured else None

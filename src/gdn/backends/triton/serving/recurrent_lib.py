@@ -105,7 +105,7 @@ def limit_tokens(cu_seqlens_ptr, count, most):
     """Return how many of a row's tokens are computed; the host knows the tokens of a dense row.
 
     `max_seqlen` chooses binaries and tensors for `most` tokens (None: any number), and nothing checks it on a
-    GPU. Of a longer row every output and state is NaN that `most` tokens do not give.
+    GPU. A longer row gets NaN in each output and state that needs a token past `most`.
     """
     if cu_seqlens_ptr is None or most is None:
         return count
