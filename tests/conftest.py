@@ -19,6 +19,7 @@ import torch
 import torch._inductor.config
 from hypothesis import HealthCheck, settings
 from kit import processes
+from kit.failures import Failures
 
 from gdn.testing.memory import poison_memory
 
@@ -64,29 +65,24 @@ def seed() -> None:
     torch.manual_seed(0)
 
 
-class Failures(logging.Handler):
-    """Keep what `log_failure` logs, in any thread."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.texts: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        """Take a record with its traceback."""
-        self.texts.append(logging.Formatter().format(record))
-
-
-@pytest.fixture(autouse=True)
-def failures() -> Iterator[list[str]]:
-    """Fail a test in which work failed that a call does not need; a test that expects it clears this list."""
+@pytest.fixture(scope="session")
+def failure_log() -> Iterator[Failures]:
+    """Keep what `log_failure` logs while tests run, between two of them as well."""
     handler, logger = Failures(), logging.getLogger("gdn.failures")
     level = logger.level
     logger.setLevel(logging.INFO)
     logger.addHandler(handler)
-    yield handler.texts
+    yield handler
     logger.removeHandler(handler)
     logger.setLevel(level)
-    assert not handler.texts, "\n".join(handler.texts)
+
+
+@pytest.fixture(autouse=True)
+def failures(failure_log: Failures, request: pytest.FixtureRequest) -> Iterator[Failures]:
+    """Fail a test in which work failed that a call does not need; one that causes this uses `expects`."""
+    yield failure_log
+    texts = failure_log.end(request.node.nodeid)
+    assert not texts, "\n".join(texts)
 
 
 @pytest.fixture(

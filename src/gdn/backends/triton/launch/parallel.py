@@ -174,12 +174,15 @@ def build_launcher(source: Any, metadata: Any) -> None:
 
     All launchers are Python modules of one name. Loading one again writes into the module that was loaded
     last, from which another thread may be about to take its function (Triton 3.6, single-phase
-    initialisation). So Triton's constructor runs here with a function that compiles a module only.
+    initialisation). So Triton's constructor runs here with a function that compiles a module only. Triton 3.9
+    launches all kernels by one function of its own.
     """
     # what raises is compiled again, and raises again, where it is launched
     with log_failure("the compilation of a launcher"):
         init = triton.runtime.driver.active.launcher_cls.__init__
-        build = init.__globals__["compile_module_from_src"]
+        build = init.__globals__.get("compile_module_from_src")
+        if build is None:
+            return
         module = SimpleNamespace(launch=None)
         build = _with_globals(build, _load_module_from_path=lambda name, path: module)
         _with_globals(init, compile_module_from_src=build)(SimpleNamespace(), source, metadata)
