@@ -6,6 +6,7 @@ right, and nothing else is written.
 
 import importlib
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -16,10 +17,12 @@ import gdn
 from gdn.ops import fastpath
 from gdn.problem.replay import OnHistory
 from gdn.problem.serving import DecodeProblem
+from gdn.reference.integers import LEVELS, round_columns
 
-F32, BF16 = torch.float32, torch.bfloat16
+F32, BF16, INT16, INT8 = torch.float32, torch.bfloat16, torch.int16, torch.int8
 GUARD = 77.0  # in the memory past the tensors of a call
 PROMISED = 3
+ONE_STEP = 1.1 / LEVELS  # the distance of two integers, for the largest state of a column
 LENGTHS = (3, 9, 0, 2)  # of rows; the second one is too long
 SIZES = {"H": 1, "HV": 2, "K": 64, "V": 64}
 
@@ -77,16 +80,21 @@ def run_decode(device, x, longest, **options):
 
     y, wholes = moved(x, device), []
     out = torch.full_like(y["v"], GUARD)
-    for name in ("state", "intermediate"):
+    for name in ("state", "column_scale", "intermediate"):
         if name in y:
-            y[name], whole = guarded(y[name].cpu(), axis=0 if name == "state" else 1)
+            y[name], whole = guarded(y[name].cpu(), axis=1 if name == "intermediate" else 0)
             whole = whole.to(device)
             y[name] = whole[: y[name].shape[0]].narrow(1, 0, y[name].shape[1])
             wholes.append((whole, y[name]))
+    if "column_scale" in y:
+        y["state"] = gdn.Int16Pool(y["state"], y.pop("column_scale"))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(launches.Launch, "__call__", record)
         api.decode(**y, out=out, max_seqlen=longest, state_v_first=True, backend="triton", **options)
     results = [out.cpu(), *(part.cpu().clone() for _, part in wholes)]
+    if "column_scale" in x:
+        # of integers the states, which are NaN where the scale is
+        results[1:3] = [results[1].float() * results[2][..., None]]
     for whole, part in wholes:
         part.fill_(GUARD)
         assert (whole == GUARD).all(), "memory past a tensor was written"
@@ -103,6 +111,10 @@ DECODES = {
     "tree": ("decode_kernel", F32, F32, {"intermediate": PROMISED, "parent": PROMISED, "write": "none"}),
     "all": ("decode_kernel", F32, F32, {"write": "all", "write_index": PROMISED}),
     "final": ("decode_kernel", F32, F32, {"use_qk_l2norm_in_kernel": False}),
+    "int16": ("decode_kernel", BF16, INT16, {}),
+    "int16, not written": ("decode_kernel", BF16, INT16, {"write": "none"}),
+    "int16, intermediate": ("decode_kernel", F32, INT16, {"intermediate": PROMISED}),
+    "int16, all": ("decode_kernel", F32, INT16, {"write": "all", "write_index": PROMISED}),
 }
 
 
@@ -116,7 +128,11 @@ def test_decode_of_a_longer_row(unchecked, monkeypatch, case):
     columns, rows = max(LENGTHS), len(LENGTHS)
     options = {"use_qk_l2norm_in_kernel": True, **options}
     x = packed(dtype=dtype, raw=True) | {"read_index": torch.tensor([4, 1, 0, 3])}
-    x["state"] = pool_of(40, HV=2, K=64, V=64, dtype=pool)
+    x["state"] = before = pool_of(40, HV=2, K=64, V=64, dtype=F32 if pool == INT16 else pool)
+    if pool == INT16:
+        n, x["column_scale"] = round_columns(before.mT)
+        x["state"] = n.mT.contiguous()
+        before = x["state"].float() * x["column_scale"][..., None]
     tokens = {"intermediate": torch.full((rows, columns, 2, 64, 64), GUARD)}
     tokens["parent"] = torch.tensor([-1, 0, 0, 1, 2, 2, 4, 5, 3]).repeat(rows, 1)
     tokens["write_index"] = 4 + torch.arange(rows * columns).view(rows, columns)
@@ -134,7 +150,7 @@ def test_decode_of_a_longer_row(unchecked, monkeypatch, case):
     exact, _ = run(columns, columns)
     got, name = run(PROMISED, PROMISED)
     assert name == kernel
-    tolerance = max(TOLERANCE[dtype], TOLERANCE[pool])
+    tolerance = max(TOLERANCE[dtype], TOLERANCE.get(pool, ONE_STEP))
     for n, (a, b) in enumerate(zip(rows_of(got[0]), rows_of(exact[0]), strict=True)):
         is_nan = check(a, b, tolerance, may_be_nan=n == 1)
         if n == 1 and (kernel != "decode_kernel" or given):
@@ -146,7 +162,7 @@ def test_decode_of_a_longer_row(unchecked, monkeypatch, case):
     check(got[1][others].float(), exact[1][others].float(), tolerance, may_be_nan=False)
     if "write_index" in given:
         check(got[1][slots[:PROMISED]], exact[1][slots[:PROMISED]], tolerance, may_be_nan=False)
-        assert torch.equal(got[1][slots[PROMISED:]], x["state"][slots[PROMISED:]])
+        assert torch.equal(got[1][slots[PROMISED:]], before[slots[PROMISED:]])
     else:
         check(got[1][slots].float(), exact[1][slots].float(), tolerance)
     if "intermediate" in given:
@@ -172,6 +188,8 @@ def test_a_longer_row_of_padding_outputs_zeros(unchecked, monkeypatch):
     [
         *itertools.product(["packet", "replay", "history"], [2, PROMISED, 8]),
         *itertools.product(["replay of channels", "history of channels"], [1, PROMISED]),
+        *itertools.product(["int16 history", "int8 history", "int8 history of channels"], [PROMISED]),
+        ("int8 history without remainder", 2),
     ],
 )
 def test_packets_of_a_longer_row(unchecked, kind, promised):
@@ -198,6 +216,9 @@ def test_packets_of_a_longer_row(unchecked, kind, promised):
             is_nan = a[1].flatten(1).isnan()
             num_new = int(is_nan.any(1).sum())
             assert num_new >= promised and is_nan[:num_new].all() and not a[1, num_new:].any()
+        elif name == "states":
+            # an empty history is not folded
+            assert torch.equal(a, b)
         elif name != "cursor":
             check(a[1, :promised], b[1, :promised], 1e-5, may_be_nan=False)
 
@@ -212,7 +233,7 @@ def call(kind, device, x, longest, promised):
         api.decode(**y, state=state, exact_packet=False, **options)
         return out.cpu(), {"state": state.cpu()}
     is_per_channel, places = kind.endswith("channels"), 40
-    if kind.startswith("history"):
+    if "history" in kind:
         # places for one packet beside another, and no more
         places, room = 2 * promised if longest == promised else 32, promised if longest == promised else 16
     sums = (2, 16) if is_per_channel else (2,)
@@ -229,12 +250,26 @@ def call(kind, device, x, longest, promised):
         api.replay_decode(**y, state=state, **held, **options)
     else:
         held |= {"cursor": torch.zeros(5, 3, dtype=torch.int32, device=device)}
+        integers = INT16 if "int16" in kind else INT8 if "int8" in kind else None
         pool = gdn.HistoryPool(state=state, column_scale=None, remainder=None, room=room, **held)
+        if integers is not None:
+            stored = gdn.allocate_history_pool(
+                5, num_k_heads=1, num_v_heads=2, head_k_dim=16, head_v_dim=24, places=places, room=room,
+                state_dtype=integers, with_remainder="without" not in kind, state_v_first=True,
+                decay="channel" if is_per_channel else "head", device=device,
+            )  # fmt: skip
+            stored.write(torch.arange(5, device=device), state, state_v_first=True)
+            pool = replace(
+                pool, state=stored.state, column_scale=stored.column_scale, remainder=stored.remainder
+            )
         api.decode_with_history(**y, pool=pool, use_history=True, **options)
         # a later call reads NaN
         assert pool.cursor[1, 1] <= places
+        state = pool.read(torch.arange(5, device=device), state_v_first=True)
     results = {name: part[:, : 2 * promised].cpu().clone() for name, part in held.items() if name != "cursor"}
     results |= {"cursor": held["cursor"].cpu()}
+    if "history" in kind:
+        results["states"] = state.cpu()
     for whole, part in wholes:
         part.fill_(GUARD)
         assert (whole == GUARD).all(), "memory past a history was written"
