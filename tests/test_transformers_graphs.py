@@ -312,7 +312,7 @@ def test_a_cache_waits_for_the_stream_of_the_one_before(monkeypatch):
         third = Steps(model, ids)
         third()
         assert streams["third"].waits == ["second", "first"]
-        assert [x.tenant.stream.name for x in recordings(model)] == ["third", "second"]
+        assert [x.owner.stream.name for x in recordings(model)] == ["third", "second"]
 
 
 def test_steps_and_prompts_enter_the_order_of_streams(monkeypatch):
@@ -571,7 +571,7 @@ def test_tensors_that_their_caller_keeps_are_not_written(monkeypatch, what, with
         assert [x.is_idle for x in recordings(model)] == [True, True]
 
 
-def test_two_caches_that_have_the_same_layers_have_one_tenant(monkeypatch):
+def test_two_caches_that_have_the_same_layers_have_one_owner(monkeypatch):
     """Two later caches must not get the tensors of these layers at a time."""
     Recorder(monkeypatch)
     model, ids = copy.deepcopy(families.make_model("qwen3_5")), families.tokens(2, 20)
@@ -586,7 +586,7 @@ def test_two_caches_that_have_the_same_layers_have_one_tenant(monkeypatch):
         for _ in range(3):
             steps(use_cache=True)
         one, second = recordings(model)
-        assert one.tenant is second.tenant and one.owner() is other
+        assert one.owner is second.owner and one.owner.cache() is other
         del steps, other
         gc.collect()
         assert one.is_idle and second.is_idle
@@ -720,7 +720,7 @@ def test_a_cache_with_other_tensors_or_values_is_not_replayed(monkeypatch):
             logits = torch.cat([changing() for _ in range(6)], 1)
             assert families.error(logits, whole(model, ids)[:, 6:12]) <= 2e-5
             assert recorder.num_replays == before + isinstance(change, torch.Tensor)
-            assert not any(x.owner() is changing.cache for x in recordings(model))
+            assert not any(x.owner.cache() is changing.cache for x in recordings(model))
 
 
 @pytest.mark.parametrize("has_graph", [True, False])

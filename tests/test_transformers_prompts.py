@@ -103,12 +103,12 @@ def test_a_cache_that_its_caller_keeps_is_not_written(recorder, model, new):
         generate(model, 4)
         kept = model.generate(families.tokens(2, 12, seed=9), **options(**more))
         cache = kept[families.CACHE]
-        assert any(x.owner() is cache for x in recordings(model))
+        assert any(x.owner.cache() is cache for x in recordings(model))
         contents = [x.clone() for x in recording_steps.CacheState(cache).tensors()]
         generate(model, 2)
         after = recording_steps.CacheState(cache).tensors()
         assert all(torch.equal(x, y) for x, y in zip(contents, after, strict=True))
-        assert not any(x.is_idle for x in recordings(model) if x.owner() is cache)
+        assert not any(x.is_idle for x in recordings(model) if x.owner.cache() is cache)
 
 
 def test_a_text_that_goes_on_in_its_cache_is_no_prompt_of_a_graph(recorder, model):

@@ -4,7 +4,9 @@ PyTorch has a cuBLAS workspace for each handle and stream. A capture that needs 
 memory pool of its graph, and later captures on that stream write its address into their graphs, too. PyTorch
 2.13 frees the workspaces of a stream with each graph that was captured there. So two models whose graphs were
 captured on one stream would write one workspace at the same time, or one that was freed with the other model.
-Graphs of one `GraphMemory` have a pool and streams of their own. They never run at the same time.
+Graphs of one `GraphMemory` have a pool of their own, and never run at the same time. They have streams of their
+own where CUDA's driver creates these. On ROCm, and where libcuda.so.1 cannot be loaded, the streams are among
+the 32 that PyTorch gives out in turn: there another model, or the caller, may have the same ones.
 """
 
 import ctypes
@@ -64,7 +66,10 @@ def _capture_stream(index: int) -> Any:
 
 
 def _new_stream(index: int) -> Any:
-    """Return a stream of a device that nobody else has; `torch.cuda.Stream` returns one of 32 in turn."""
+    """Return a stream of a device that nobody else has, if CUDA's driver creates it.
+
+    Else it is a `torch.cuda.Stream`, which is one of 32 in turn.
+    """
     if torch.version.hip is None:
         handle = ctypes.c_void_p()
         with suppress(OSError), torch.cuda.device(index):
@@ -76,7 +81,10 @@ def _new_stream(index: int) -> Any:
 
 
 def branch_stream(stream: torch.cuda.Stream, number: int) -> Any:
-    """Return the stream of a branch of the graph that `stream` captures; others have other branches."""
+    """Return the stream of a branch of the graph that `stream` captures.
+
+    Streams of the driver have other branches each (`_new_stream`).
+    """
     branches = _branch_streams.setdefault(stream.cuda_stream, [])
     while len(branches) <= number:
         # of a capture of the caller

@@ -113,13 +113,13 @@ class GraphedCall:
 
     def recordings_of(self, cache: Any) -> list[Recording]:
         """Return the recordings whose tensors are those of a cache, or of the layers that it shares."""
-        return [x for x in chain(*self.recordings.values()) if x.tenant.serves(cache)]
+        return [x for x in chain(*self.recordings.values()) if x.owner.serves(cache)]
 
     def enter(self, recordings: list[Recording], device: torch.device) -> None:
         """Let the current stream wait for the call before, and later calls on these tensors for this one."""
         self.order.enter(device)
         for recording in recordings:
-            recording.tenant.stream = self.order.last
+            recording.owner.stream = self.order.last
 
     def _call(self, model: Any, name: str, inputs: dict[str, Any], recordings: list[Recording]) -> Any:
         """Replay, record, or run a step that is graphable; `name` is that of the cache among the inputs."""
@@ -144,7 +144,7 @@ class GraphedCall:
         key = (call_key, state.key())
         idle = next((x for x in self.recordings.get(key, ()) if x.is_idle), None)
         if idle is not None:
-            self.order.wait_for(idle.tenant.stream)
+            self.order.wait_for(idle.owner.stream)
             idle.adopt(cache, state, self.order.last)
             return with_cache(idle.step(tensors), name, cache)
         steps = self.eager_steps.get(key, 0)
@@ -156,8 +156,8 @@ class GraphedCall:
         recording = Recording(call_key, inputs, cache, state)
         # the cache, or one that had its layers before, may have a graph for other inputs or settings
         own = set(map(id, state.tensors()))
-        tenants = [x.tenant for x in chain(*self.recordings.values()) if own & set(map(id, x.buffers))]
-        recording.share(tenants[0] if tenants else recording.tenant)
+        owners = [x.owner for x in chain(*self.recordings.values()) if own & set(map(id, x.buffers))]
+        recording.set_owner(owners[0] if owners else recording.owner)
         recording.own(cache, state, self.order.last)
         try:
             self._free_idle()

@@ -172,7 +172,7 @@ def call_with_prompt(call: GraphedCall, model: Any, inputs: dict[str, Any]) -> A
         recording = None if target is None else target.prompts.pop(key, None)
         if target is not None:
             call.order.enter(inputs["input_ids"].device)
-            call.order.wait_for(target.tenant.stream)
+            call.order.wait_for(target.owner.stream)
         if target is not None and recording is not None:
             target.prompts[key] = recording
             output = recording.step(tensors)

@@ -66,12 +66,12 @@ class CacheState:
             holder[name] = buffer
 
 
-class Tenant:
-    """Hold which cache has the tensors of a recording, or of several: one cache may have more than one."""
+class BufferOwner:
+    """Hold which cache has the buffers of a recording, or of several: one cache may have more than one."""
 
     def __init__(self, cache: Any, state: CacheState) -> None:
         # a graph must not keep its cache alive
-        self.owner: Callable[[], Any] = weakref.ref(cache)
+        self.cache: Callable[[], Any] = weakref.ref(cache)
         self.state = state
         self.recordings: weakref.WeakSet[Recording] = weakref.WeakSet()
         # the stream of the cache's last step
@@ -79,7 +79,7 @@ class Tenant:
 
     def serves(self, cache: Any) -> bool:
         """Return True for the cache, and for another one that has the same layers."""
-        if self.owner() is cache:
+        if self.cache() is cache:
             return True
         layers, own = getattr(cache, "layers", None) or (), [layer() for layer in self.state.layers]
         return 0 < len(layers) == len(own) and all(map(is_, layers, own))
@@ -87,7 +87,7 @@ class Tenant:
     @property
     def is_gone(self) -> bool:
         """Return True if nobody has the cache, one of its layers, one of their tensors, or a view of one."""
-        if self.owner() is not None or any(layer() is not None for layer in self.state.layers):
+        if self.cache() is not None or any(layer() is not None for layer in self.state.layers):
             return False
         self.state.forget()
         return not are_held([x.buffers for x in self.recordings])
@@ -119,37 +119,32 @@ class Recording:
         self.buffers, self.values = state.tensors(), state.values()
         # recorded prompts that write the buffers, by their kind
         self.prompts: dict[Hashable, Any] = {}
-        self.tenant = Tenant(cache, state)
-        self.share(self.tenant)
+        self.set_owner(BufferOwner(cache, state))
         self.replay: Callable[[], None]
         self.output: Any
 
-    def share(self, tenant: Tenant) -> None:
-        """Belong to a tenant, whose cache may have other recordings."""
-        self.tenant = tenant
-        tenant.recordings.add(self)
+    def set_owner(self, owner: BufferOwner) -> None:
+        """Set the owner of the buffers, whose cache may have other recordings."""
+        self.owner = owner
+        owner.recordings.add(self)
 
     def record(self, run: Callable[[dict[str, Any], Any], Any], memory: Any) -> None:
         """Record run(inputs, cache); nothing is executed. Restore the cache's plain values if that fails."""
         try:
             with capturing.on_device_of(self.inputs["input_ids"]):
-                self.replay, self.output = capturing.record(lambda: run(self.inputs, self.owner()), memory)
+                self.replay, self.output = capturing.record(lambda: run(self.inputs, self.owner.cache()), memory)
         except BaseException:
             self.state.restore(self.values)
             raise
 
     @property
-    def owner(self) -> Callable[[], Any]:
-        return self.tenant.owner
-
-    @property
     def state(self) -> CacheState:
-        return self.tenant.state
+        return self.owner.state
 
     @property
     def is_idle(self) -> bool:
         """Return True if another cache may have the buffers."""
-        return self.tenant.is_gone
+        return self.owner.is_gone
 
     @property
     def device(self) -> torch.device:
@@ -169,8 +164,8 @@ class Recording:
 
     def own(self, cache: Any, state: CacheState, stream: Any = None) -> None:
         """Serve `cache`, which has the buffers; `stream`: that of the call, None on a CPU."""
-        tenant = self.tenant
-        tenant.owner, tenant.state, tenant.stream = weakref.ref(cache), state, stream
+        owner = self.owner
+        owner.cache, owner.state, owner.stream = weakref.ref(cache), state, stream
 
     def step(self, tensors: list[Tensor]) -> Any:
         """Replay the step on new inputs; return its outputs, with logits of their own."""
