@@ -25,6 +25,7 @@ Each name here may move or go with a new version of PyTorch. None has a public c
 """
 
 from datetime import timedelta
+from sys import getrefcount
 from typing import Any
 
 import torch
@@ -55,6 +56,7 @@ __all__ = [
     "run_collective",
     "run_once",
     "storage_uses",
+    "tensor_uses",
 ]
 
 
@@ -96,14 +98,21 @@ def kernel_flags() -> tuple[Any, ...]:
     )  # fmt: skip
 
 
-def storage_uses(x: Tensor) -> tuple[int, int]:
-    """Return the address of a tensor's storage object, and its number of references: one for each tensor.
+def storage_uses(x: Tensor) -> tuple[int, int, int]:
+    """Return the address of a tensor's storage object, and the numbers of references to it in C++ and Python.
 
-    The storage's Python object is one more, which exists in this call at the latest.
+    In C++ there is one for each tensor, and one for the storage's Python object, which exists in this call at
+    the latest. References to that object are those of this call, if nobody has it.
     """
     storage = x.untyped_storage()
     address: int = storage._cdata
-    return address, torch._C._storage_Use_Count(address)
+    return address, torch._C._storage_Use_Count(address), getrefcount(storage)
+
+
+def tensor_uses(x: Tensor) -> int:
+    """Return the number of references to a tensor in C++, as those of DLPack; 1 if nobody else has it."""
+    count: int = x._use_count()  # type: ignore[attr-defined]
+    return count
 
 
 def has_global_hooks() -> bool:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gdn._torch_compat import storage_uses
+from gdn._torch_compat import storage_uses, tensor_uses
 from gdn.integrations import transformers_capture as capturing
 from gdn.integrations.transformers_model_key import VALUES
 
@@ -94,7 +94,10 @@ class BufferOwner:
 
 
 def are_held(lists: list[list[Tensor]]) -> bool:
-    """Return True if others than `lists` refer to their tensors, or to tensors of the same memory."""
+    """Return True if others than `lists` refer to their tensors, or to tensors or storages of their memory.
+
+    Objects that hold no reference are not seen, such as a number that is an address.
+    """
     num_lists = Counter(map(id, chain(*lists)))
     tensors = list({id(x): x for x in chain(*lists)}.values())
     # a tensor that nobody else has: it has as many references as the list and the calls below make
@@ -102,10 +105,13 @@ def are_held(lists: list[list[Tensor]]) -> bool:
     (own,) = map(sys.getrefcount, probe)
     if list(map(sys.getrefcount, tensors)) != [own + num_lists[id(x)] for x in tensors]:
         return True
+    # in C++: arrays of other libraries, by DLPack
+    if any(count != tensor_uses(probe[0]) for count in map(tensor_uses, tensors)):
+        return True
     uses = list(map(storage_uses, tensors))
-    num_tensors = Counter(address for address, _ in uses)
-    _, one = storage_uses(probe[0])
-    return any(count != one - 1 + num_tensors[address] for address, count in uses)
+    num_tensors = Counter(address for address, *_ in uses)
+    _, one, own = storage_uses(probe[0])
+    return any(count != one - 1 + num_tensors[address] or python != own for address, count, python in uses)
 
 
 class Recording:
