@@ -4,9 +4,9 @@ PyTorch has a cuBLAS workspace for each handle and stream. A capture that needs 
 memory pool of its graph, and later captures on that stream write its address into their graphs, too. PyTorch
 2.13 frees the workspaces of a stream with each graph that was captured there. So two models whose graphs were
 captured on one stream would write one workspace at the same time, or one that was freed with the other model.
-Graphs of one `GraphMemory` have a pool of their own, and never run at the same time. They have streams of their
-own where CUDA's driver creates these. On ROCm, and where libcuda.so.1 cannot be loaded, the streams are among
-the 32 that PyTorch gives out in turn: there another model, or the caller, may have the same ones.
+Graphs of one `GraphMemory` have a pool of their own, and never run at the same time. They have streams of
+their own where CUDA's driver creates these. On ROCm, and where libcuda.so.1 cannot be loaded, the streams are
+among the 32 that PyTorch gives out in turn: there another model, or the caller, may have the same ones.
 """
 
 import ctypes

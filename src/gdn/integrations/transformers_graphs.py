@@ -25,7 +25,14 @@ from torch import Tensor, nn
 from gdn._torch_compat import has_global_hooks
 from gdn.integrations.transformers_branches import with_branches
 from gdn.integrations.transformers_capture import GraphMemory, StreamOrder
-from gdn.integrations.transformers_model_key import ModelKey, Snapshot, is_hooked, modules_of, values_of
+from gdn.integrations.transformers_model_key import (
+    Attributes,
+    ModelKey,
+    Snapshot,
+    is_hooked,
+    modules_of,
+    values_of,
+)
 from gdn.integrations.transformers_modes import is_unobserved, key_of_modes
 from gdn.integrations.transformers_packing import CACHES
 from gdn.integrations.transformers_recording import CacheState, Recording, describe
@@ -35,8 +42,8 @@ EAGER_STEPS = 2
 # of which eager steps are counted
 MOST_KINDS = 64
 DEVICES = ("cuda",)
-# the call that a `generate` got for its steps: its prompt may be replayed as well
-call_of_generate: ContextVar["GraphedCall | None"] = ContextVar("call_of_generate", default=None)
+# the calls that a `generate` got for its steps, whose prompt may be replayed as well; None outside of one
+calls_of_generate: ContextVar["list[GraphedCall] | None"] = ContextVar("calls_of_generate", default=None)
 # arguments whose outputs a graph would overwrite, or that a step of `generate` does not have
 REFUSED = ("output_attentions", "output_hidden_states", "labels", "inputs_embeds")
 
@@ -58,7 +65,8 @@ def get_compiled_call(original: Callable[..., Any], active: Sized, is_served: Ca
                 if any(map(is_hooked, modules)):
                     return original(self, compile_config)
                 call.look_at(modules)
-        call_of_generate.set(call)
+        if (calls := calls_of_generate.get()) is not None:
+            calls.append(call)
         return call
 
     return get_compiled_call
@@ -129,9 +137,12 @@ class GraphedCall:
         if not describe(inputs, tensors, others):
             # an object, as the mask of flex attention, may hold what a replay would not see
             return model(**inputs, **{name: cache})
+        if any(x.device != inputs["input_ids"].device for x in tensors):
+            # a number on the CPU is a constant of the kernels that read it
+            return model(**inputs, **{name: cache})
         call_key = self.key_of(inputs, others)
         for recording in recordings:
-            if recording.call_key == call_key and recording.is_current:
+            if recording.call_key == call_key and recording.is_current(cache):
                 return with_cache(recording.step(tensors), name, cache)
         if recordings and not is_static(cache):
             return model(**inputs, **{name: cache})
@@ -142,7 +153,7 @@ class GraphedCall:
 
         state = CacheState(cache)
         key = (call_key, state.key())
-        idle = next((x for x in self.recordings.get(key, ()) if x.is_idle), None)
+        idle = next((x for x in self.recordings.get(key, ()) if x.may_serve), None)
         if idle is not None:
             self.order.wait_for(idle.owner.stream)
             idle.adopt(cache, state, self.order.last)
@@ -159,19 +170,21 @@ class GraphedCall:
         owners = [x.owner for x in chain(*self.recordings.values()) if own & set(map(id, x.buffers))]
         recording.set_owner(owners[0] if owners else recording.owner)
         recording.own(cache, state, self.order.last)
+        attributes = Attributes(model)
         try:
             self._free_idle()
             recording.record(run, self.memory_of(recording.device))
         except RuntimeError as error:
             torch.cuda.synchronize()
+            attributes.restore()
             self.eager_steps[key] = None
             warn(error)
             return model(**inputs, **{name: cache})
         output = with_cache(recording.step(tensors), name, cache)
-        if recording.is_current:
+        if recording.is_current(cache) and not attributes.have_changed():
             self.recordings.setdefault(key, []).append(recording)
         else:
-            # a step that changes plain values or tensors of the cache in Python: a replay would not
+            # a step that changes the cache or the model in Python: a replay would not
             self.eager_steps[key] = None
         return output
 
@@ -242,9 +255,12 @@ def is_static(cache: Any) -> bool:
     """Return True for a cache of buffers with fixed addresses, none of which keeps its past."""
     layers = getattr(cache, "layers", None)
     is_recording = any(getattr(layer, "record_past", False) for layer in layers or ())
-    # a cache that grows is no such cache, whatever its layers say
-    is_fixed = "Static" in type(cache).__name__ and getattr(cache, "is_compileable", False)
-    return bool(layers) and is_fixed and not is_recording
+    # a cache that grows is no such cache, whatever its layers say; an offloaded one moves between devices
+    is_fixed = "Static" in type(cache).__name__ and not getattr(cache, "offloading", False)
+    if not layers or is_recording or not is_fixed or not getattr(cache, "is_compileable", False):
+        return False
+    # which a recording would not give to the next cache
+    return not any(isinstance(x, Tensor) for x in vars(cache).values())
 
 
 def with_cache(output: Any, name: str, cache: Any) -> Any:

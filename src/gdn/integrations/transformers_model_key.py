@@ -8,12 +8,15 @@ from weakref import ref
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 # attributes of every module: its parameters, hooks and parts
 COMMON = frozenset(vars(nn.Module()))
 CONTAINERS = (list, tuple, set, dict)
 # attributes that a step may read in Python
 VALUES = (bool, int, float, str, type(None), torch.dtype, torch.device)
+
+PLAIN_TENSORS = {Tensor, nn.Parameter}
 
 # tensors that multimodal models replace in each `generate`; a step gets positions that were made with them
 REPLACED = {"rope_deltas"}
@@ -46,12 +49,19 @@ class Attributes:
 
     def restore(self) -> bool:
         """Restore the attributes; return True if there was one to restore."""
-        pairs = zip(self.modules, self.before, strict=True)
-        changed = [(m, own) for m, own in pairs if not has_same(vars(m), own)]
+        changed = self._changed()
         for m, own in changed:
             vars(m).clear()
             vars(m).update(own)
         return bool(changed)
+
+    def have_changed(self) -> bool:
+        """Return True if a module has other attributes."""
+        return bool(self._changed())
+
+    def _changed(self) -> list[tuple[nn.Module, dict[str, Any]]]:
+        pairs = zip(self.modules, self.before, strict=True)
+        return [(m, own) for m, own in pairs if not has_same(vars(m), own)]
 
 
 def has_same(one: dict[str, Any], other: dict[str, Any]) -> bool:
@@ -137,6 +147,8 @@ class Snapshot:
         modules, *others = ([x[name] for x in own] for name in ("_modules", "_parameters", "_buffers"))
         tensors = list(chain.from_iterable([x.values() for x in chain(*others) if x]))
         weights = [x for x in tensors if x is not None]
+        if not set(map(type, weights)) <= PLAIN_TENSORS:
+            weights = list(chain.from_iterable(map(_parts_of, weights)))
         return (
             list(map(len, modules)), list(map(id, chain.from_iterable([x.values() for x in modules if x]))),
             list(map(id, tensors)), list(map(Tensor.data_ptr, weights)),
@@ -209,7 +221,17 @@ def _attention_of(configs: list[Any]) -> list[Any]:
 
 
 def _place_of(x: Tensor) -> tuple[Hashable, ...]:
+    if type(x) not in PLAIN_TENSORS and len(parts := _parts_of(x)) > 1:
+        return (type(x), x.shape, x.dtype, *map(_place_of, parts))
     return x.data_ptr(), x.shape, x.stride(), x.dtype
+
+
+def _parts_of(x: Tensor) -> list[Tensor]:
+    """Return the tensors that a tensor consists of, as a quantised one, whose own address is 0."""
+    if not is_traceable_wrapper_subclass(x):
+        return [x]
+    parts: Any = [getattr(x, name) for name in x.__tensor_flatten__()[0]]
+    return list(chain.from_iterable(map(_parts_of, parts)))
 
 
 def _plain(x: Any, depth: int = 2) -> tuple[Hashable, ...]:

@@ -107,7 +107,9 @@ def find_documents(given: dict[str, Any], position_ids: Tensor) -> dict[str, Ten
     if cu_seqlens.shape[0] == 2:
         return {}
     mask = given.get("attention_mask")
-    if isinstance(mask, Tensor) and mask.dim() == 2 and bool((mask == 0).any()):
+    # `generate` with a static cache creates a mask for each kind of layer
+    masks = mask.values() if isinstance(mask, dict) else [mask]
+    if any(isinstance(x, Tensor) and x.dim() == 2 and bool((x == 0).any()) for x in masks):
         return {}
     seq_idx = torch.nn.functional.pad(is_start.cumsum(0), (1, 0)).to(torch.int32)
     return {"cu_seq_lens_q": cu_seqlens, "seq_idx": seq_idx[None]}

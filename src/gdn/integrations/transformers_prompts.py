@@ -45,7 +45,8 @@ def with_prompts(prefill: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(prefill)
     def _prefill(self: Any, *args: Any, **given: Any) -> Any:
-        call = graphing.call_of_generate.get()
+        calls = graphing.calls_of_generate.get()
+        call = calls[-1] if calls else None
         if call is None or call.model() is not self:
             return prefill(self, *args, **given)
         return prefill(PromptCaller(self, call), *args, **given)
@@ -54,15 +55,15 @@ def with_prompts(prefill: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def with_own_call(sample: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a `_sample` of `generate` that begins without a call of its steps and leaves none."""
+    """Return a `_sample` of `generate` that knows the call of its steps; other loops do not ask for one."""
 
     @functools.wraps(sample)
     def _sample(*args: Any, **given: Any) -> Any:
-        token = graphing.call_of_generate.set(None)
+        token = graphing.calls_of_generate.set([])
         try:
             return sample(*args, **given)
         finally:
-            graphing.call_of_generate.reset(token)
+            graphing.calls_of_generate.reset(token)
 
     return _sample
 
@@ -133,7 +134,7 @@ class PromptRecording:
         self.output: Any
 
     def step(self, tensors: list[Tensor]) -> Any:
-        """Replay on new inputs; return the output with logits of its own."""
+        """Replay on new inputs; return the output, which is the caller's."""
         for buffer, x in zip(self.given, tensors, strict=True):
             buffer.copy_(x)
         self.replay()
@@ -238,8 +239,6 @@ def is_graphable(model: Any, inputs: dict[str, Any], cache: Any) -> bool:
     """Return True for a prompt of text, with a static cache on its device, whose last logits are wanted."""
     if not graphing.asks_for_logits(model, inputs, is_prompt=True) or inputs.get("logits_to_keep") != 1:
         return False
-    if getattr(cache, "offloading", True):
-        return False
     if any(isinstance(x, Tensor) and name not in TENSORS for name, x in inputs.items()):
         return False
     return graphing.is_static(cache) and hasattr(cache, "reset")
@@ -252,7 +251,7 @@ def find_target(call: GraphedCall, kind: PromptKind, key: tuple[Hashable, ...]) 
         call_key, state_key = cast(tuple[tuple[Hashable, ...], Hashable], step_key)
         # the same modes and model
         if call_key[1:] == key[1:3] and state_key == kind.state_key:
-            idle += [x for x in group if x.is_idle]
+            idle += [x for x in group if x.may_serve]
     return next((x for x in idle if key in x.prompts), idle[0] if idle else None)
 
 

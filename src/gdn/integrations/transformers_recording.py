@@ -21,7 +21,7 @@ from gdn.integrations.transformers_model_key import VALUES
 
 
 class CacheState:
-    """Hold where the layers of a cache have tensors and plain values: what a recorded step depends on."""
+    """Hold where a cache and its layers have tensors and plain values: what a recorded step depends on."""
 
     def __init__(self, cache: Any) -> None:
         self.tensor_places: list[tuple[Any, Any]] = []
@@ -29,6 +29,7 @@ class CacheState:
         # a caller may keep them without their cache
         self.layers = [weakref.ref(layer) for layer in cache.layers]
         self.kinds = (type(cache), *map(type, cache.layers))
+        self.own_values = own_values(cache)
         for layer in cache.layers:
             own = vars(layer)
             for holder in (own, *(x for x in own.values() if isinstance(x, dict))):
@@ -40,10 +41,6 @@ class CacheState:
 
     def values(self) -> list[Any]:
         return [holder[name] for holder, name in self.value_places]
-
-    def restore(self, values: list[Any]) -> None:
-        for (holder, name), value in zip(self.value_places, values, strict=True):
-            holder[name] = value
 
     def forget(self) -> None:
         """Drop the dictionaries of the layers, which keep their tensors when the layers are gone."""
@@ -57,13 +54,19 @@ class CacheState:
         first: dict[int, int] = {}
         memories = [first.setdefault(x.untyped_storage().data_ptr(), i) for i, x in enumerate(self.tensors())]
         sizes = ((x.shape, x.stride(), x.storage_offset(), x.dtype) for x in self.tensors())
-        return self.kinds, names, tuple(memories), tuple(sizes), tuple(self.values())
+        values = (*self.values(), *self.own_values.items())
+        return self.kinds, names, tuple(memories), tuple(sizes), values
 
     def move_to(self, buffers: list[Tensor]) -> None:
         """Copy the tensors of the cache to `buffers`, which take their places."""
         for (holder, name), buffer in zip(self.tensor_places, buffers, strict=True):
             buffer.copy_(holder[name])
             holder[name] = buffer
+
+
+def own_values(cache: Any) -> dict[str, Any]:
+    """Return the plain values that a cache has besides its layers."""
+    return {name: x for name, x in vars(cache).items() if isinstance(x, VALUES)}
 
 
 class BufferOwner:
@@ -78,9 +81,7 @@ class BufferOwner:
         self.stream: Any = None
 
     def serves(self, cache: Any) -> bool:
-        """Return True for the cache, and for another one that has the same layers."""
-        if self.cache() is cache:
-            return True
+        """Return True for a cache that has the layers whose tensors these are: the owner, or a copy of it."""
         layers, own = getattr(cache, "layers", None) or (), [layer() for layer in self.state.layers]
         return 0 < len(layers) == len(own) and all(map(is_, layers, own))
 
@@ -122,7 +123,8 @@ class Recording:
         # the tensors among the inputs of the graph, in the order of `describe`
         self.given: list[Tensor] = []
         self.inputs = clone(inputs, self.given)
-        self.buffers, self.values = state.tensors(), state.values()
+        self.buffers, self.values, self.own_values = state.tensors(), state.values(), state.own_values
+        self.addresses = list(map(Tensor.data_ptr, self.buffers))
         # recorded prompts that write the buffers, by their kind
         self.prompts: dict[Hashable, Any] = {}
         self.set_owner(BufferOwner(cache, state))
@@ -135,12 +137,23 @@ class Recording:
         owner.recordings.add(self)
 
     def record(self, run: Callable[[dict[str, Any], Any], Any], memory: Any) -> None:
-        """Record run(inputs, cache); nothing is executed. Restore the cache's plain values if that fails."""
+        """Record run(inputs, cache); nothing is executed. Restore the cache's attributes if that fails."""
+        cache = self.owner.cache()
+        held = [vars(x) for x in (cache, *cache.layers)]
+        # what is recorded must not keep its cache alive
+        del cache
+        held += [y for own in held for y in own.values() if isinstance(y, dict)]
+        before = list(map(dict, held))
         try:
             with capturing.on_device_of(self.inputs["input_ids"]):
-                self.replay, self.output = capturing.record(lambda: run(self.inputs, self.owner.cache()), memory)
+                self.replay, self.output = capturing.record(
+                    lambda: run(self.inputs, self.owner.cache()), memory
+                )
         except BaseException:
-            self.state.restore(self.values)
+            # tensors as well: nothing has written those that a layer has created since
+            for own, contents in zip(held, before, strict=True):
+                own.clear()
+                own.update(contents)
             raise
 
     @property
@@ -149,19 +162,28 @@ class Recording:
 
     @property
     def is_idle(self) -> bool:
-        """Return True if another cache may have the buffers."""
+        """Return True if nobody has the buffers."""
         return self.owner.is_gone
+
+    @property
+    def is_in_place(self) -> bool:
+        """Return True if the buffers have their memory: assignments to `.data` replace it."""
+        return list(map(Tensor.data_ptr, self.buffers)) == self.addresses
+
+    @property
+    def may_serve(self) -> bool:
+        """Return True if another cache may have the buffers."""
+        return self.is_in_place and self.is_idle
 
     @property
     def device(self) -> torch.device:
         device: torch.device = self.inputs["input_ids"].device
         return device
 
-    @property
-    def is_current(self) -> bool:
-        """Return True if the cache has the recorded tensors and plain values."""
-        kept = all(map(is_, self.state.tensors(), self.buffers))
-        return kept and self.state.values() == self.values
+    def is_current(self, cache: Any) -> bool:
+        """Return True if a cache of the layers of the owner has the recorded tensors and plain values."""
+        kept = all(map(is_, self.state.tensors(), self.buffers)) and own_values(cache) == self.own_values
+        return kept and self.is_in_place and self.state.values() == self.values
 
     def adopt(self, cache: Any, state: CacheState, stream: Any = None) -> None:
         """Serve `cache`, whose state has the same key, in the place of a cache that is gone."""
@@ -174,7 +196,7 @@ class Recording:
         owner.cache, owner.state, owner.stream = weakref.ref(cache), state, stream
 
     def step(self, tensors: list[Tensor]) -> Any:
-        """Replay the step on new inputs; return its outputs, with logits of their own."""
+        """Replay the step on new inputs; return its outputs, which are the caller's."""
         for buffer, x in zip(self.given, tensors, strict=True):
             buffer.copy_(x)
         self.replay()
@@ -182,10 +204,16 @@ class Recording:
 
 
 def copy_of(recorded: Any) -> Any:
-    """Return a recorded output with logits of its own."""
-    output = type(recorded)(**dict(recorded))
-    output["logits"] = recorded["logits"].clone()
-    return output
+    """Return a recorded output with tensors of its own."""
+    return type(recorded)(**{name: _copy_tensors(x) for name, x in recorded.items()})
+
+
+def _copy_tensors(x: Any) -> Any:
+    if isinstance(x, Tensor):
+        return x.clone()
+    if type(x) in (tuple, list):
+        return type(x)(map(_copy_tensors, x))
+    return {name: _copy_tensors(y) for name, y in x.items()} if type(x) is dict else x
 
 
 def describe(given: dict[str, Any], tensors: list[Tensor], others: list[Any]) -> bool:
