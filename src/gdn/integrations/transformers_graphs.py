@@ -137,9 +137,6 @@ class GraphedCall:
         if not describe(inputs, tensors, others):
             # an object, as the mask of flex attention, may hold what a replay would not see
             return model(**inputs, **{name: cache})
-        if any(x.device != inputs["input_ids"].device for x in tensors):
-            # a number on the CPU is a constant of the kernels that read it
-            return model(**inputs, **{name: cache})
         call_key = self.key_of(inputs, others)
         for recording in recordings:
             if recording.call_key == call_key and recording.is_current(cache):

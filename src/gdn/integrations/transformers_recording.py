@@ -219,11 +219,14 @@ def _copy_tensors(x: Any) -> Any:
 def describe(given: dict[str, Any], tensors: list[Tensor], others: list[Any]) -> bool:
     """Append the tensors among a call's arguments, and all else that a recording depends on.
 
-    Return False if there is an object that a replay would not see.
+    Return False if there is an object that a replay would not see, or tensors on several devices: a number on
+    the CPU is a constant of the kernels that read it.
     """
     for name, x in given.items():
         if isinstance(x, Tensor):
             tensors.append(x)
+            if x.device != tensors[0].device:
+                return False
             others += [name, x.shape, x.dtype]
         elif isinstance(x, VALUES):
             others += [name, type(x), x]
