@@ -3,6 +3,7 @@
 import ast
 import builtins
 import dis
+import functools
 import subprocess
 import sys
 from collections.abc import Callable
@@ -48,10 +49,17 @@ FORBIDDEN = {
 }
 
 
+@functools.cache
+def nodes(path: Path) -> list[ast.AST]:
+    """Return all nodes of a file, which is parsed once for all tests."""
+    return list(ast.walk(ast.parse(path.read_text())))
+
+
+@functools.cache
 def imports(path: Path) -> set[str]:
     """Return the dotted names that a file imports, anywhere in the file."""
     found: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes(path):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -190,7 +198,7 @@ def test_source_is_ascii_and_short(path: Path):
     assert text.isascii()
     assert text.count("\n") <= 400
     long = {}
-    for node in ast.walk(ast.parse(text)):
+    for node in nodes(path):
         if isinstance(node, ast.FunctionDef):
             # a docstring is not code: count from the first statement after it
             first = node.body[1 if ast.get_docstring(node) and len(node.body) > 1 else 0]
@@ -303,7 +311,7 @@ def over_budget(root: Path, is_counted: Callable[[Path, ast.FunctionDef], bool])
     """Return how many parameters each counted function above the budget has."""
     found = {}
     for path in sorted(root.rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in nodes(path):
             if isinstance(node, ast.FunctionDef) and is_counted(path.relative_to(root), node):
                 count = num_parameters(node)
                 if count > BUDGET:
