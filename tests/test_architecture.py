@@ -4,14 +4,13 @@ import ast
 import builtins
 import dis
 import functools
-import subprocess
-import sys
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 from types import CodeType, UnionType
 
 import pytest
+from kit import forks
 
 import gdn
 from gdn import notation
@@ -279,7 +278,7 @@ def test_a_cpu_call_imports_no_kernel():
 
 
 def _python(code: str) -> str:
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=PACKAGE.parent)
+    done = forks.python("-c", code, cwd=PACKAGE.parent)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
