@@ -141,18 +141,26 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
             torch.cuda.empty_cache()
 
 
+PACKAGING = {
+    "aot_inductor.precompile_headers": False,
+    "aot_inductor.compile_wrapper_opt_level": "O0",
+}  # also of processes of tests
+
+
 @pytest.fixture
 def packager(monkeypatch: pytest.MonkeyPatch, tmp_path) -> Iterator[None]:
     """Give AOTInductor its own folder, since parallel tests may write the same files, and `shared_cxx`.
 
     The instruction sets are those of the processor: in a new folder Inductor would compile a test of each.
+    A package compiles headers once or twice, for which precompiled ones take longer, and its wrapper, which
+    launches, needs no optimisation.
     """
     compiler = processes.shared_cxx(tmp_path)
     monkeypatch.setenv("TORCHINDUCTOR_VEC_ISA_OK", "1")
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
     monkeypatch.setenv("CXX", compiler)
     # the object only inherits the attribute, so monkeypatch would delete it at the end
-    with torch._inductor.config.patch({"cpp.cxx": (None, compiler), "cpp.vec_isa_ok": True}):
+    with torch._inductor.config.patch({"cpp.cxx": (None, compiler), "cpp.vec_isa_ok": True, **PACKAGING}):
         yield
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import PACKAGING
 from kit import api, forks, processes
 from kit.serving import error, inputs
 
@@ -32,7 +33,8 @@ import test_integrations_export as of
 torch.manual_seed(0)
 s = of.session(device, getattr(torch, kind))
 print("compiling", file=sys.stderr, flush=True)
-of.room.package(of.room.export(s), folder + "/both.pt2")
+with torch._inductor.config.patch(of.PACKAGING):
+    of.room.package(of.room.export(s), folder + "/both.pt2")
 given, state = of.calls(s), of.nan_state(s)
 torch.save((given, state, of.run_session(s, given, state)), folder + "/given.pt")
 """
