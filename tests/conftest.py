@@ -141,12 +141,6 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
             torch.cuda.empty_cache()
 
 
-PACKAGING = {
-    "aot_inductor.precompile_headers": False,
-    "aot_inductor.compile_wrapper_opt_level": "O0",
-}  # also of processes of tests
-
-
 @pytest.fixture
 def packager(monkeypatch: pytest.MonkeyPatch, tmp_path) -> Iterator[None]:
     """Give AOTInductor its own folder, since parallel tests may write the same files, and `shared_cxx`.
@@ -160,7 +154,9 @@ def packager(monkeypatch: pytest.MonkeyPatch, tmp_path) -> Iterator[None]:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
     monkeypatch.setenv("CXX", compiler)
     # the object only inherits the attribute, so monkeypatch would delete it at the end
-    with torch._inductor.config.patch({"cpp.cxx": (None, compiler), "cpp.vec_isa_ok": True, **PACKAGING}):
+    with torch._inductor.config.patch(
+        {"cpp.cxx": (None, compiler), "cpp.vec_isa_ok": True, **processes.PACKAGING}
+    ):
         yield
 
 

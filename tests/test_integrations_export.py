@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import PACKAGING
 from kit import api, forks, processes
 from kit.serving import error, inputs
 
@@ -33,7 +32,7 @@ import test_integrations_export as of
 torch.manual_seed(0)
 s = of.session(device, getattr(torch, kind))
 print("compiling", file=sys.stderr, flush=True)
-with torch._inductor.config.patch(of.PACKAGING):
+with torch._inductor.config.patch(of.processes.PACKAGING):
     of.room.package(of.room.export(s), folder + "/both.pt2")
 given, state = of.calls(s), of.nan_state(s)
 torch.save((given, state, of.run_session(s, given, state)), folder + "/given.pt")
