@@ -91,7 +91,7 @@ def python(
     with tempfile.TemporaryDirectory() as folder:
         out, err = (Path(folder, name) for name in ("out", "err"))
         task = {"arguments": arguments, "cwd": str(cwd or os.getcwd()), "out": str(out), "err": str(err)}
-        print(json.dumps(task | {"env": env or dict(os.environ)}), file=tasks, flush=True)
+        print(json.dumps(task | {"env": dict(os.environ) if env is None else env}), file=tasks, flush=True)
         pid = int(replies.readline())
         # the handler ends the process, whose status then comes as always
         before = signal.signal(signal.SIGALRM, lambda *_: os.kill(pid, signal.SIGKILL))
