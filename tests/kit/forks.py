@@ -10,6 +10,7 @@ import atexit
 import functools
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -76,7 +77,8 @@ def _server() -> tuple[Any, Any]:
     assert server.stdin is not None
     # the server ends with its standard input
     atexit.register(lambda: (server.stdin.close(), server.wait()))  # type: ignore[union-attr]
-    return server.stdin, os.fdopen(receive)
+    # without a buffer, which could hold a status that `select` waits for
+    return server.stdin, os.fdopen(receive, "rb", buffering=0)
 
 
 def python(
@@ -93,14 +95,10 @@ def python(
         task = {"arguments": arguments, "cwd": str(cwd or os.getcwd()), "out": str(out), "err": str(err)}
         print(json.dumps(task | {"env": dict(os.environ) if env is None else env}), file=tasks, flush=True)
         pid = int(replies.readline())
-        # the handler ends the process, whose status then comes as always
-        before = signal.signal(signal.SIGALRM, lambda *_: os.kill(pid, signal.SIGKILL))
-        signal.setitimer(signal.ITIMER_REAL, timeout)
-        try:
-            status = os.waitstatus_to_exitcode(int(replies.readline()))
-        finally:
-            signal.setitimer(signal.ITIMER_REAL, 0)
-            signal.signal(signal.SIGALRM, before)
+        if not select.select([replies], [], [], timeout)[0]:
+            # the status comes as always
+            os.kill(pid, signal.SIGKILL)
+        status = os.waitstatus_to_exitcode(int(replies.readline()))
         command = [sys.executable, *arguments]
         done = subprocess.CompletedProcess(command, status, out.read_text(), err.read_text())
     if check:
