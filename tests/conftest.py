@@ -7,6 +7,7 @@ pytest -m compile                        every kernel compiled for GPUs that nee
 """
 
 import fcntl
+import gc
 import importlib.util
 import logging
 import os
@@ -57,6 +58,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
+def pytest_collection_finish() -> None:
+    """Leave what the imports have made out of garbage collections, which would take a second each."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
@@ -135,13 +142,17 @@ def packager(monkeypatch: pytest.MonkeyPatch, tmp_path) -> Iterator[None]:
     """Give AOTInductor its own folder, since parallel tests may write the same files, and `shared_cxx`.
 
     The instruction sets are those of the processor: in a new folder Inductor would compile a test of each.
+    A package compiles headers once or twice, for which precompiled ones take longer, and its wrapper, which
+    launches, needs no optimisation.
     """
     compiler = processes.shared_cxx(tmp_path)
     monkeypatch.setenv("TORCHINDUCTOR_VEC_ISA_OK", "1")
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
     monkeypatch.setenv("CXX", compiler)
     # the object only inherits the attribute, so monkeypatch would delete it at the end
-    with torch._inductor.config.patch({"cpp.cxx": (None, compiler), "cpp.vec_isa_ok": True}):
+    with torch._inductor.config.patch(
+        {"cpp.cxx": (None, compiler), "cpp.vec_isa_ok": True, **processes.PACKAGING}
+    ):
         yield
 
 

@@ -3,14 +3,14 @@
 import ast
 import builtins
 import dis
-import subprocess
-import sys
+import functools
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 from types import CodeType, UnionType
 
 import pytest
+from kit import forks
 
 import gdn
 from gdn import notation
@@ -48,10 +48,17 @@ FORBIDDEN = {
 }
 
 
+@functools.cache
+def nodes(path: Path) -> list[ast.AST]:
+    """Return all nodes of a file, which is parsed once for all tests."""
+    return list(ast.walk(ast.parse(path.read_text())))
+
+
+@functools.cache
 def imports(path: Path) -> set[str]:
     """Return the dotted names that a file imports, anywhere in the file."""
     found: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes(path):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -190,7 +197,7 @@ def test_source_is_ascii_and_short(path: Path):
     assert text.isascii()
     assert text.count("\n") <= 400
     long = {}
-    for node in ast.walk(ast.parse(text)):
+    for node in nodes(path):
         if isinstance(node, ast.FunctionDef):
             # a docstring is not code: count from the first statement after it
             first = node.body[1 if ast.get_docstring(node) and len(node.body) > 1 else 0]
@@ -271,7 +278,7 @@ def test_a_cpu_call_imports_no_kernel():
 
 
 def _python(code: str) -> str:
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=PACKAGE.parent)
+    done = forks.python("-c", code, cwd=PACKAGE.parent)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -303,7 +310,7 @@ def over_budget(root: Path, is_counted: Callable[[Path, ast.FunctionDef], bool])
     """Return how many parameters each counted function above the budget has."""
     found = {}
     for path in sorted(root.rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in nodes(path):
             if isinstance(node, ast.FunctionDef) and is_counted(path.relative_to(root), node):
                 count = num_parameters(node)
                 if count > BUDGET:

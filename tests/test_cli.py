@@ -5,13 +5,13 @@ import json
 import os
 import re
 import shutil
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from kit import forks
 
 pytest.importorskip("typer")
 pytest.importorskip("rich")
@@ -211,7 +211,7 @@ def installed(tmp_path, *folders):
 def test_without_a_clone_everything_goes_into_the_current_folder(tmp_path):
     """Name no file beside an installed package as a default output."""
     environment = installed(tmp_path, ROOT / "benchmarks")
-    subprocess.run([sys.executable, "-c", INSTALLED], cwd=tmp_path / "work", env=environment, check=True)
+    forks.python("-c", INSTALLED, cwd=tmp_path / "work", env=environment, check=True)
     assert ROOT / "benchmarks" / "results" == measure.RESULTS
 
 
@@ -219,8 +219,7 @@ def test_without_a_clone_everything_goes_into_the_current_folder(tmp_path):
 def test_without_a_clone_the_benchmarks_are_named(tmp_path, command):
     """Print in one line where gdn_bench is; the other commands run."""
     environment = installed(tmp_path)
-    options = {"cwd": tmp_path / "work", "env": environment, "capture_output": True, "text": True}
-    done = subprocess.run([sys.executable, "-m", "gdn", *command], **options)
+    done = forks.python("-m", "gdn", *command, cwd=tmp_path / "work", env=environment)
     assert (done.returncode, done.stdout) == (2, "") and done.stderr.count("\n") == 1
     words = "needs gdn_bench, which is no part of the installed package"
     assert done.stderr.startswith(f"gdn {command[0]}: {words}")
@@ -230,11 +229,11 @@ def test_the_benchmarks_run_without_the_script(tmp_path):
     """Run python -m gdn_bench; in a clone `gdn` finds it without PYTHONPATH."""
     for module, path in (("gdn_bench", "benchmarks"), ("gdn", "src")):
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(str(ROOT / x) for x in ("src", path))}
-        command = [sys.executable, "-m", module, *(["bench"] if module == "gdn" else []), "--help"]
-        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+        command = ["-m", module, *(["bench"] if module == "gdn" else []), "--help"]
+        done = forks.python(*command, cwd=tmp_path, env=environment)
         assert done.returncode == 0 and "prefill" in done.stdout and "compare" in done.stdout, done.stderr
 
 
 def test_module_runs_without_a_script():
-    done = subprocess.run([sys.executable, "-m", "gdn", "--help"], capture_output=True, text=True, check=True)
+    done = forks.python("-m", "gdn", "--help", check=True)
     assert all(command in done.stdout for command in ("info", "verify", "bench"))

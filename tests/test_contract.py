@@ -189,6 +189,8 @@ def test_other_calls_of_more_than_65535_rows_and_heads(backend, device, monkeypa
     """A layer's whole step, a prefill and a fold support as many rows as decode does."""
     monkeypatch.setenv("GDN_BACKEND", backend)
     rows, H, HV, K, V = 4100, 8, 16, 16, 16
+    if (backend, name) == ("eager", "prefill"):
+        rows = 300  # no grid: one sequence after the other, 2.5 ms each
     slots, sizes, options = torch.arange(rows), {"HV": HV, "K": K, "V": V}, {}
     tokens, per_row, written = (), ("read_index", "state_index", "index", "accepted"), ("state",)
     if name == "step":

@@ -1,12 +1,11 @@
 """Compare the layer, and the training of a small hybrid model, on three ranks with one process."""
 
 import re
-import subprocess
-import sys
 from typing import Any
 
 import pytest
 import torch
+from kit import forks
 from kit.processes import ROOT
 from kit.sharded import relative
 from torch import Tensor, nn
@@ -243,7 +242,7 @@ def test_the_example_runs_under_torchrun():
         "2",
         "examples/two_ranks.py",
     ]
-    done = subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    done = forks.python(*command, cwd=ROOT, timeout=120)
     assert done.returncode == 0, done.stderr
     assert sorted(re.findall(r"rank \d of 2: 500 tokens", done.stdout)) == [
         "rank 0 of 2: 500 tokens", "rank 1 of 2: 500 tokens",

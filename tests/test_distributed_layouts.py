@@ -2,13 +2,12 @@
 
 import os
 import re
-import subprocess
-import sys
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+from kit import forks
 from kit import ranks as kit
 from kit.processes import ROOT
 from kit.sharded import Sharded, errors
@@ -173,14 +172,10 @@ def test_the_example_continues_after_a_kill(tmp_path):
     """The last rank is killed after step 3; torchrun starts both again, which repeat step 3."""
     options = ["--steps", "4", "--every", "2", "--kill-at", "3", "--folder", str(tmp_path), "--tp", "2"]
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "1"]
-    done = subprocess.run(
-        [sys.executable, *launcher, "examples/train_many.py", *options],
-        cwd=ROOT,
+    done = forks.python(
+        *launcher, "examples/train_many.py", *options, cwd=ROOT, timeout=120,
         env=os.environ | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert re.findall(r"begins after step (\d)", done.stdout) == ["0", "2"]
     losses = re.findall(r"step (\d): loss (\S+)", done.stdout)

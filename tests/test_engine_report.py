@@ -1,10 +1,9 @@
 """Test `gdn info --engines`: who serves each phase, what changes it, and the counts of other processes."""
 
 import json
-import subprocess
-import sys
 
 import pytest
+from kit import forks
 
 from gdn.integrations import engine_report, sglang_dispatch, usage, vllm_layer
 
@@ -93,7 +92,7 @@ def test_counts_of_another_process(monkeypatch, tmp_path):
         "for _ in range(3): fallback.call_with_fallback('Kernel.extend', serve, int)\n"
     )
     monkeypatch.setenv("GDN_CALLS", str(tmp_path))
-    subprocess.run([sys.executable, "-c", code], check=True)
+    forks.python("-c", code, check=True)
     # of a second process
     (file,) = tmp_path.glob("*.json")
     (tmp_path / "2.json").write_text(file.read_text())

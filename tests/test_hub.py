@@ -2,6 +2,7 @@
 
 import importlib.util
 import inspect
+import os
 import runpy
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from types import MethodType
 
 import pytest
 import torch
+from kit import forks
 from kit.serving import error
 from torch import nn
 
@@ -65,10 +67,11 @@ def layers(tree):
     return module.layers
 
 
-def test_the_tree_needs_no_package_and_loads_twice(tree):
+def test_the_tree_needs_no_package_and_loads_twice(tree, tmp_path):
     """Two names, and one name again, load beside each other where gdn and jaxtyping cannot be imported."""
-    command = [sys.executable, "-I", "-c", ALONE, str(tree / "build" / "torch-universal")]
-    done = subprocess.run(command, capture_output=True, text=True)
+    # of this repository nothing is on the path
+    environment = {name: x for name, x in os.environ.items() if name != "PYTHONPATH"}
+    done = forks.python("-c", ALONE, str(tree / "build" / "torch-universal"), cwd=tmp_path, env=environment)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "['_gdn_1', '_gdn_2', 'gdn']"
 

@@ -2,12 +2,11 @@
 
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-from kit import api, processes
+from kit import api, forks, processes
 from kit.serving import error, inputs
 
 from gdn.integrations import export as room
@@ -33,7 +32,8 @@ import test_integrations_export as of
 torch.manual_seed(0)
 s = of.session(device, getattr(torch, kind))
 print("compiling", file=sys.stderr, flush=True)
-of.room.package(of.room.export(s), folder + "/both.pt2")
+with torch._inductor.config.patch(of.processes.PACKAGING):
+    of.room.package(of.room.export(s), folder + "/both.pt2")
 given, state = of.calls(s), of.nan_state(s)
 torch.save((given, state, of.run_session(s, given, state)), folder + "/given.pt")
 """
@@ -154,7 +154,7 @@ def test_a_fresh_process_runs_saved_programs(tmp_path):
     for name, program in room.export(s).items():
         torch.export.save(program, tmp_path / f"{name}.pt2")
     torch.save((given, nan_state(s)), tmp_path / "given.pt")
-    processes.run([sys.executable, "-c", FRESH, str(tmp_path)])
+    forks.run("-c", FRESH, str(tmp_path))
     assert agree(torch.load(tmp_path / "found.pt"), run_session(s, given, nan_state(s)))
 
 
@@ -230,6 +230,5 @@ def test_both_methods_in_one_package_in_a_fresh_process(tmp_path, packager, devi
 
     On a GPU the package holds the kernel of decode. If compiled code crashes, the message says what ran last.
     """
-    python = [sys.executable, "-X", "faulthandler", "-c"]
-    processes.run([*python, COMPILE, str(tmp_path), device, kind])
-    processes.run([*python, LOAD, str(tmp_path), kind])
+    forks.run("-c", COMPILE, str(tmp_path), device, kind)
+    forks.run("-c", LOAD, str(tmp_path), kind)

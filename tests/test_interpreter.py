@@ -36,6 +36,12 @@ def promoted(promote, lhs, rhs, options):
     return [(str(x.type), x.handle.data.tolist(), x.handle.data.dtype) for x in operands]
 
 
+def operand(dtype, shape):
+    """Return a tensor of the numbers from 1 on; a shape of [] is that of a scalar."""
+    data = np.arange(1, 1 + np.prod(shape or 1)).reshape(shape or 1).astype(interpreter._get_np_dtype(dtype))
+    return tl.tensor(interpreter.TensorHandle(data, dtype), tl.block_type(dtype, shape) if shape else dtype)
+
+
 @triton.jit
 def _round(x_ptr, y_ptr, N: tl.constexpr):
     i = tl.arange(0, N)
@@ -207,13 +213,6 @@ def test_types_of_one_name_are_alike(triton_device):
 def test_a_spared_promotion_is_that_of_triton(triton_device, options):
     """Operands and numbers get the dtype, the shape and the elements that Triton alone gives them."""
     scope = interpreter._patch_lang(_round.fn)
-
-    def operand(dtype, shape):
-        data = np.ones(shape or 1, interpreter._get_np_dtype(dtype))
-        return tl.tensor(
-            interpreter.TensorHandle(data, dtype), tl.block_type(dtype, shape) if shape else dtype
-        )
-
     try:
         wrapped = interpreter.TritonSemantic.binary_op_type_checking_impl
         tensors = [operand(dtype, shape) for dtype in DTYPES for shape in (BLOCK, SCALAR)]
@@ -224,3 +223,29 @@ def test_a_spared_promotion_is_that_of_triton(triton_device, options):
                 assert promoted(wrapped, lhs, rhs, options) == expected, (lhs.type, rhs)
     finally:
         scope.restore()
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="a GPU has no interpreter")
+def test_a_broadcast_is_that_of_triton(triton_device):
+    """Every pair of shapes and dtypes broadcasts as by Triton alone, the second time, too."""
+    scope = interpreter._patch_lang(_round.fn)
+    shapes = (SCALAR, BLOCK, [2, 1], [1, 4], [1, 1], [4], [8], [8, 2, 4])
+    try:
+        wrapped = interpreter.TritonSemantic.broadcast_impl_value
+        tensors = [operand(dtype, shape) for dtype in DTYPES for shape in shapes]
+        for lhs in tensors:
+            for rhs in tensors:
+                expected = promoted(wrapped.__wrapped__, lhs, rhs, ())
+                for _ in range(2):
+                    assert promoted(wrapped, lhs, rhs, ()) == expected, (lhs.type, rhs.type)
+    finally:
+        scope.restore()
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="a GPU has no interpreter")
+def test_elements_that_do_not_fit_their_type_are_refused(triton_device):
+    for dtype, fits, is_too_large in ((tl.int1, bool, np.int16), (tl.bfloat16, np.uint16, np.float32)):
+        interpreter.TensorHandle(np.zeros(2, fits), dtype)
+        with pytest.raises(ValueError, match="exceeds"):
+            interpreter.TensorHandle(np.zeros(2, is_too_large), dtype)
+    interpreter.TensorHandle(np.zeros(2, np.uint64), tl.pointer_type(tl.float32))

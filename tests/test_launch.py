@@ -23,7 +23,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from kit import api
+from kit import api, forks
 from kit.failures import Failures
 from triton.backends.compiler import GPUTarget
 from triton.compiler import CompiledKernel, code_generator
@@ -400,8 +400,7 @@ own = background.Background(run)
 own.add({i: i for i in range(1000)})
 time.sleep(0.5)
 """
-    command = [sys.executable, "-c", text]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    done = forks.python("-c", text, timeout=60, check=True)
     assert done.stderr == "" and 1 <= len(done.stdout.split()) <= 100
 
 

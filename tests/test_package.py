@@ -13,6 +13,7 @@ from email.parser import HeaderParser
 from pathlib import Path
 
 import pytest
+from kit import forks
 
 import gdn
 
@@ -24,10 +25,15 @@ BUILD = "import sys; from setuptools import build_meta; print(build_meta.build_{
 
 
 def run(command, cwd, **environment):
-    """Run a command without this checkout on PYTHONPATH; return the finished process."""
+    """Run a command without this checkout on PYTHONPATH; return the finished process.
+
+    The command `python` runs in a process that has imported torch.
+    """
     given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     kept = [x for x in given if x and ROOT not in Path(x).parents]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(kept), "OMP_NUM_THREADS": "1", **environment}
+    if command[0] == "python":
+        return forks.python(*command[1:], cwd=cwd, env=env)
     return subprocess.run(command, cwd=cwd, capture_output=True, text=True, env=env)
 
 
@@ -112,10 +118,10 @@ def test_the_tests_of_an_sdist_run(built, tmp_path):
         "no:cacheprovider",
     ]
     where = "import gdn, pathlib; print(pathlib.Path(gdn.__file__).resolve())"
-    assert Path(output_of([sys.executable, "-c", where], home, PYTHONPATH=str(home / "src")).strip()) == (
+    assert Path(output_of(["python", "-c", where], home, PYTHONPATH=str(home / "src")).strip()) == (
         home.resolve() / "src" / "gdn" / "__init__.py"
     )
-    said = output_of([sys.executable, "-m", "pytest", *tests], home)
+    said = output_of(["python", "-m", "pytest", *tests], home)
     assert re.search(r"^[1-9]\d* passed", said, re.M), said
 
 
@@ -164,10 +170,10 @@ def test_a_plain_install_names_the_extra(environment, clone, command):
 def test_the_version_needs_no_installation(tmp_path):
     """Read the version from src by PYTHONPATH alone."""
     code = "import gdn; print(gdn.__version__)"
-    said = output_of([sys.executable, "-c", code], tmp_path, PYTHONPATH=str(ROOT / "src"))
+    said = output_of(["python", "-c", code], tmp_path, PYTHONPATH=str(ROOT / "src"))
     assert said.strip() == gdn.__version__
     if importlib.util.find_spec("typer") and importlib.util.find_spec("rich"):
-        command = [sys.executable, "-m", "gdn", "--version"]
+        command = ["python", "-m", "gdn", "--version"]
         assert output_of(command, tmp_path, PYTHONPATH=str(ROOT / "src")) == f"gdn {gdn.__version__}\n"
 
 

@@ -3,12 +3,12 @@
 import io
 import os
 import re
-import subprocess
 import sys
 import time
 
 import pytest
 import torch
+from kit import forks
 
 pytest.importorskip("rich")
 
@@ -67,8 +67,8 @@ def test_many_steps_are_few_lines():
 @pytest.mark.slow
 def test_a_command_reports_on_a_pipe():
     """Run verify in a process of its own: lines on stderr, JSON alone on stdout."""
-    command = [sys.executable, "-m", "gdn", "verify", "--set", "quick", "--max-cases", "2", "--device", "cpu"]
-    done = subprocess.run([*command, "--dtype", "fp32", "--json", "-"], capture_output=True, text=True)
+    command = ["-m", "gdn", "verify", "--set", "quick", "--max-cases", "2", "--device", "cpu"]
+    done = forks.python(*command, "--dtype", "fp32", "--json", "-")
     assert done.returncode == 0, done.stderr
     assert done.stderr.startswith("verify 0/2, fp32 strong/") and "verify 2/2" in done.stderr
     assert done.stdout.startswith("{")

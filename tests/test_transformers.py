@@ -3,12 +3,12 @@
 import copy
 import importlib
 import inspect
-import subprocess
 import sys
 import warnings
 
 import pytest
 import torch
+from kit import forks
 from torch._dynamo.backends.debugging import aot_eager
 
 transformers = pytest.importorskip("transformers")
@@ -902,7 +902,7 @@ assert seen == [1]
 
 
 def test_model_files_imported_later_and_a_light_import():
-    done = subprocess.run([sys.executable, "-c", LATER], capture_output=True, text=True, timeout=300)
+    done = forks.python("-c", LATER)
     assert done.returncode == 0, done.stderr
 
 

@@ -1,12 +1,10 @@
 """Run the tutorials: each is a script that checks itself and draws its picture."""
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from kit import forks
 
 pytest.importorskip("matplotlib")
 ROOT = Path(__file__).parent.parent
@@ -32,8 +30,7 @@ def test_a_tutorial_runs(name, tmp_path):
     options, pattern = TUTORIALS[name]
     picture = tmp_path / "picture.svg"
     script = FOLDER / f"{name}.py"
-    command = [sys.executable, str(script), "--out", str(picture), *options]
-    done = subprocess.run(command, cwd=tmp_path, env=os.environ, capture_output=True, text=True, timeout=300)
+    done = forks.python(str(script), "--out", str(picture), *options, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert re.search(pattern, done.stdout), done.stdout
     assert picture.read_bytes().startswith(b"<?xml") and (FOLDER / f"{name}.svg").exists()

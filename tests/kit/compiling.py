@@ -38,6 +38,7 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, code_generator
+from triton.compiler.compiler import make_backend
 from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime.cache import triton_key
 
@@ -286,6 +287,11 @@ def compile_all(expected: list[Job], workers: int | None = None) -> dict[Job, Re
     if waiting:
         # Triton hashes its own library, 300 MB, once per process: a forked child inherits the cached hash
         triton_key()
+        # and it runs ptxas twice for its version
+        for target in {job.target for job in waiting if job.target.startswith("cuda")}:
+            backend = make_backend(TARGETS[target].gpu)
+            backend.hash()
+            backend.parse_options({}).hash()
         spare_the_code_generator()
     with tempfile.TemporaryDirectory() as folder:
         while waiting or running:

@@ -48,6 +48,11 @@ def compute_in_fp32(operation):
 
     @wraps(operation)
     def wrapped(self, *args):
+        for x in args:
+            if type(x) is Handle and is_bf16(x):
+                break
+        else:
+            return operation(self, *args)
         operands = [x for x in args if isinstance(x, Handle)]
         result = operation(self, *map(widen, args))
         if result.data.dtype == np.bool_ or not is_bf16(operands[-1]):

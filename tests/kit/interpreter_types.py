@@ -19,19 +19,21 @@ from triton.runtime import interpreter
 BUILTIN = tl.core.builtin(lambda: None).__code__  # of the wrapper that `builtin` puts around each function
 
 
-def compute_once(construct: Callable[..., None], key: Callable[..., Any], *own: str) -> Callable[..., None]:
-    """Wrap an __init__: objects of one key share their attributes, except `own`, the arguments' names."""
-    known: dict[Any, dict[str, Any]] = {}
+def construct_once_per_shape(construct: Callable[..., None]) -> Callable[..., None]:
+    """Wrap the __init__ of blocks: those of one name and shape share all but their element type."""
+    known: dict[tuple[Any, ...], dict[str, Any]] = {}
 
     @wraps(construct)
-    def wrapped(self: Any, *args: Any) -> None:
-        at = key(*args)
-        if at not in known:
-            construct(self, *args)
-            known[at] = {name: x for name, x in vars(self).items() if name not in own}
-        else:
-            vars(self).update(known[at])
-            vars(self).update(zip(own, args, strict=False))
+    def wrapped(self: Any, element_ty: Any, shape: Any) -> None:
+        at = element_ty.name, *shape
+        attributes = known.get(at)
+        if attributes is None:
+            construct(self, element_ty, shape)
+            known[at] = dict(vars(self))
+            return
+        own = self.__dict__
+        own.update(attributes)
+        own["element_ty"] = element_ty
 
     return wrapped
 
@@ -52,10 +54,6 @@ def construct_once_per_type(construct: Callable[..., None]) -> Callable[..., Non
         own["handle"], own["type"] = handle, type
 
     return wrapped
-
-
-def _of_block(element_ty: Any, shape: Any) -> tuple[Any, ...]:
-    return element_ty.name, *(s.value if isinstance(s, tl.constexpr) else s for s in shape)
 
 
 def compare_identity_first(equal: Callable[[Any, Any], bool]) -> Callable[[Any, Any], bool]:
@@ -90,17 +88,47 @@ def convert_once(convert: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any
     return wrapped
 
 
-def broadcast_unless_alike(broadcast: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap the broadcast of two values: two tiles of one shape need none."""
+def broadcast_by_name(broadcast: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap the broadcast of two values: Triton says once for two names of types which types they become.
+
+    A type that stays needs nothing, a tile is a view, and a scalar fills a tile.
+    """
+    known: dict[tuple[str, str], tuple[Any, Any]] = {}
+    handle_of, tensor_of, full = interpreter.TensorHandle, tl.core.tensor, np.full
+
+    def change(x: Any, ty: Any) -> Any:
+        data = x.handle.data
+        if x.type.is_block():
+            data = np.broadcast_to(data, ty.shape)
+        else:
+            data = full(ty.shape, data[0] if data.ndim else data, interpreter._get_np_dtype(x.handle.dtype))
+        return tensor_of(handle_of(data, x.handle.dtype.scalar), ty)
 
     @wraps(broadcast)
     def wrapped(self: Any, lhs: Any, rhs: Any) -> Any:
         a, b = lhs.type, rhs.type
-        if a is b or a.is_block() and b.is_block() and list(a.shape) == list(b.shape):
+        if a is b:
             return lhs, rhs
-        return broadcast(self, lhs, rhs)
+        found = known.get((a.name, b.name))
+        if found is None:
+            wide = broadcast(self, lhs, rhs)
+            # the result of tiles of different ranks is left to Triton
+            if not (a.is_block() and b.is_block()) or len(a.shape) == len(b.shape):
+                known[a.name, b.name] = tuple(
+                    None if x is y else y.type for x, y in zip((lhs, rhs), wide, strict=True)
+                )
+            return wide
+        left, right = found
+        return (lhs if left is None else change(lhs, left)), (rhs if right is None else change(rhs, right))
 
     return wrapped
+
+
+def check_size(self: Any) -> None:
+    """Check as the __post_init__ of handles does that the elements of an array fit their type."""
+    dtype = self.dtype
+    if type(dtype) is not tl.core.pointer_type and self.data.itemsize > max(dtype.primitive_bitwidth, 8) // 8:
+        raise ValueError(f"{self.data.dtype} exceeds {dtype}")
 
 
 def promote_unless_alike(promote: Callable[..., Any]) -> Callable[..., Any]:
@@ -164,13 +192,14 @@ def find_overflow(self: Any, lhs: Any, rhs: Any, binary_op: Callable[..., Any]) 
 def install() -> None:
     """Patch the types, the promotion of operands and the overflow check in place."""
     core = tl.core
-    core.block_type.__init__ = compute_once(core.block_type.__init__, _of_block, "element_ty")
+    core.block_type.__init__ = construct_once_per_shape(core.block_type.__init__)
+    interpreter.TensorHandle.__post_init__ = check_size
     core.tensor.__init__ = construct_once_per_type(core.tensor.__init__)
     core.block_type.with_element_ty = convert_once(core.block_type.with_element_ty)
     core.dtype.__eq__ = compare_identity_first(core.dtype.__eq__)
     core.pointer_type.__eq__ = compare_identity_first(core.pointer_type.__eq__)
     interpreter._get_np_dtype = compute_once_per_name(interpreter._get_np_dtype)
-    TritonSemantic.broadcast_impl_value = broadcast_unless_alike(TritonSemantic.broadcast_impl_value)
+    TritonSemantic.broadcast_impl_value = broadcast_by_name(TritonSemantic.broadcast_impl_value)
     TritonSemantic.binary_op_sanitize_overflow_impl = find_overflow
     TritonSemantic.binary_op_type_checking_impl = promote_unless_alike(
         TritonSemantic.binary_op_type_checking_impl

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent.parent
+# settings of Inductor where a test makes a package
+PACKAGING = {"aot_inductor.precompile_headers": False, "aot_inductor.compile_wrapper_opt_level": "O0"}
 
 
 def run(command: Sequence[str], cwd: Path = ROOT) -> None:

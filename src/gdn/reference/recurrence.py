@@ -120,7 +120,7 @@ def gated_delta_rule(
     else:
         ends = cu_seqlens.tolist()
         ranges = [(0, start, end) for start, end in zip(ends[:-1], ends[1:], strict=True)]
-    o = [[torch.zeros(HV, V, dtype=dtype, device=q.device)] * T for _ in range(B)]
+    o = [[torch.zeros(HV, 1, V, dtype=dtype, device=q.device)] * T for _ in range(B)]
     # rows and columns of all tokens are views made once: a token's few operations take most of the time.
     # unbind: indexing x[b, t] would give every token a gradient tensor of the size of x
     rows = q[..., None, :], k[..., None, :], v[..., None, :]
@@ -136,9 +136,10 @@ def gated_delta_rule(
             S = S.transpose(-1, -2) if state_v_first else S
         for t in range(start, end):
             S = torch.exp(gs[b][t]) * S
-            d = betas[b][t] * (v_rows[b][t] - k_rows[b][t] @ S)
+            # bmm: `@` would add an expansion and a view of each operand, for autograd, too
+            d = betas[b][t] * (v_rows[b][t] - torch.bmm(k_rows[b][t], S))
             S = S + k_columns[b][t] * d
-            o[b][t] = (q_rows[b][t] @ S)[:, 0]
+            o[b][t] = torch.bmm(q_rows[b][t], S)
         finals.append(S.transpose(-1, -2) if state_v_first else S)
     shape = (0, HV, V, K) if state_v_first else (0, HV, K, V)
     final = torch.stack(finals) if finals else q.new_zeros(shape)

@@ -10,6 +10,9 @@ import triton
 from gdn.backends.triton.launch import Machine
 from gdn.problem import Problem
 
+# what Triton's host functions wrap: the wrapper of a constexpr function takes 10 us, and here run hundreds
+cdiv, next_power_of_2 = triton.cdiv.fn, triton.next_power_of_2.fn
+
 # us that a state scan takes per chunk, by the columns of its strips: H200, 128 keys, bf16, in one wave
 STATE_US = {16: 1.1, 32: 1.4}
 STATE_BWD_US = {16: 2.3, 32: 2.9, 64: 5.2}
@@ -158,7 +161,7 @@ class ChannelStrip:
 
 def channel_strip(p: Problem, BK: int) -> ChannelStrip:
     """Return the strip of the gradients per key channel: some ten [64, BK] are in registers."""
-    return ChannelStrip(min(BK, 16), max(16, min(32, triton.next_power_of_2(p.V))))
+    return ChannelStrip(min(BK, 16), max(16, min(32, next_power_of_2(p.V))))
 
 
 def mma_strip(p: Problem, machine: Machine) -> ChannelStrip | None:
@@ -216,7 +219,7 @@ def _choose_forward(p: Problem, machine: Machine, num_states: int) -> ForwardTil
     """
     output = OutputTile(_strip_columns(p, 64), 4)
     # batch invariance: the choice must not depend on the number of sequences
-    is_full = num_states * triton.cdiv(p.V, 64) > machine.num_sms
+    is_full = num_states * cdiv(p.V, 64) > machine.num_sms
     # scan in fp32 has three rows of 1 KB a token: two chunks of them exceed the shared memory of sm_90
     fits = not (has_large_rows(p) and has_fp32_operands(p))
     if is_full and fits and not p.batch_invariant:
@@ -248,9 +251,9 @@ def _fastest_strip(p: Problem, machine: Machine, num_states: int, us_per_chunk: 
     if p.batch_invariant:
         return 32
     # a strip is a program, and S of a strip is in its registers
-    strips = {most: triton.cdiv(p.V, _strip_columns(p, most)) for most in us_per_chunk}
+    strips = {most: cdiv(p.V, _strip_columns(p, most)) for most in us_per_chunk}
     # wider strips take longer per chunk but need fewer waves over the SMs
-    waves = {most: triton.cdiv(num_states * strips[most], machine.num_sms) for most in us_per_chunk}
+    waves = {most: cdiv(num_states * strips[most], machine.num_sms) for most in us_per_chunk}
     return min(us_per_chunk, key=lambda most: waves[most] * us_per_chunk[most])
 
 
@@ -261,7 +264,7 @@ def _group_size(p: Problem, machine: Machine) -> int:
     memory. Eight groups of one wave save 2 % more and cost 30 us of 1,420; seven, of 1.2 waves, cost 18 %.
     """
     at_once = 2 * machine.num_sms
-    waves = triton.cdiv(p.num_chunks * p.H, 4 * at_once)
+    waves = cdiv(p.num_chunks * p.H, 4 * at_once)
     return max(1, waves * at_once // p.H)
 
 
@@ -308,4 +311,4 @@ def _strip_columns(p: Problem, most: int) -> int:
     """Return the columns of S per program: fewer if elements are wide or K large, to keep S in registers."""
     is_wide = 2 if has_fp32_operands(p) else 1
     large = 2 if p.K > 128 else 1
-    return max(16, min(most // (is_wide * large), triton.next_power_of_2(p.V)))
+    return max(16, min(most // (is_wide * large), next_power_of_2(p.V)))
