@@ -39,6 +39,7 @@ from gdn.backends.triton.serving.packet_lib import (
     tokens_of_rows,
 )
 from gdn.backends.triton.serving.packet_loads import (
+    late_count,
     load_packet,
     load_strip,
     multiply_held,
@@ -89,19 +90,21 @@ def packet_kernel(
     NEAR: tl.constexpr, LINE: tl.constexpr, UNIT: tl.constexpr, STATE_UNIT: tl.constexpr,
     WRITE: tl.constexpr, NORM: tl.constexpr, NEGATIVE: tl.constexpr, LEVELS: tl.constexpr,
     PRECISION: tl.constexpr, FP32_PRECISION: tl.constexpr, RESET: tl.constexpr, PDL: tl.constexpr,
-    LOADS_FIRST: tl.constexpr, HOLDS: tl.constexpr, FETCHED: tl.constexpr,
+    LOADS_FIRST: tl.constexpr, HOLDS: tl.constexpr, FETCHED: tl.constexpr, SUBSTITUTES: tl.constexpr,
+    SHUFFLES: tl.constexpr, WAITS: tl.constexpr,
 ):  # fmt: skip
     """Run one row's tokens as `decode` does, where at most the last state is written.
 
     Program (row, head, block): STRIPS strips of BV value columns. Grid: (N, + 1 if packed) * HV * blocks; one
     or two `warps`. PDL: it lets the next kernel start at once, and waits before its first load. Reads q, k,
     v, gates of up to 16 tokens and the state; writes o, and the last state if WRITE is "final".
-    LOADS_FIRST, HOLDS, FETCHED: see `order_loads`.
+    LOADS_FIRST, HOLDS, FETCHED, SUBSTITUTES, SHUFFLES: see `order_loads`; WAITS: see `late_count`.
     """
     C: tl.constexpr = group_constants(
         K=K, V=V, BV=BV, BS=BS, BT=BT, STRIPS=STRIPS, STAGES=STAGES, AXIS=AXIS, DENSE=DENSE, NEAR=NEAR,
         LINE=LINE, UNIT=UNIT, STATE_UNIT=STATE_UNIT, NORM=NORM, NEGATIVE=NEGATIVE, LEVELS=LEVELS,
-        PRECISION=PRECISION, FP32_PRECISION=FP32_PRECISION, RESET=RESET,
+        PRECISION=PRECISION, FP32_PRECISION=FP32_PRECISION, RESET=RESET, SUBSTITUTES=SUBSTITUTES,
+        SHUFFLES=SHUFFLES,
     )  # fmt: skip
     if PDL:
         launch_dependents_then_wait()
@@ -169,7 +172,7 @@ def packet_kernel(
                 target = tl.load(write_index_ptr + n * write_n).to(tl.int64)
             is_written = (target >= lowest) & (target < slots) & (count > 0)
             there = (target - slot) * state_n * STATE_UNIT
-        for strip in tl.range(0, STRIPS, num_stages=STAGES):
+        for strip in tl.range(0, late_count(STRIPS, count, WAITS), num_stages=STAGES):
             column, vs = (block * STRIPS + strip) * BV, tl.arange(0, BV)
             left = V - column
             tokens, is_k = tokens_of_rows(PARTS - 1, BT)
@@ -270,11 +273,15 @@ def options(
 
 
 def order_loads(sizes: Mapping[str, int], p: DecodeProblem | ReplayProblem, axis: str) -> dict[str, Any]:
-    """Return the constants of the order of loads; no bit of a result depends on them.
+    """Return the constants of the order of loads, and of the triangular system.
+
+    No bit of a result depends on them, but for SUBSTITUTES, which the dtypes and K decide.
 
     LOADS_FIRST: all loads that need no other are issued before the first MMA.
     HOLDS: a program of one strip loads its state and v then, and keeps them in registers.
     FETCHED: a program of several strips prefetches so many columns, the first two strips, into L2.
+    SUBSTITUTES: `substitute` inverts the triangular system, and MMAs do not.
+    SHUFFLES: the warps that do so with shuffles in PTX; 0 for the same in Triton, if PTX cannot be traced.
     """
     has_all_keys, is_single = sizes["BS"] >= p.K, sizes["STRIPS"] == 1
     is_first = machine(p.q.device).kind == "cuda" and has_all_keys and multiplies_as_loaded(p)
@@ -283,7 +290,10 @@ def order_loads(sizes: Mapping[str, int], p: DecodeProblem | ReplayProblem, axis
     # whole lines of 128 bytes, and strips that all columns of a program fill
     is_even = axis == "k" and p.K in (64, 128) and p.V % sizes["BV"] == 0
     fetched = 2 * sizes["BV"] if is_first and not is_single and is_even else 0
-    return {"LOADS_FIRST": is_first, "HOLDS": is_first and is_single and fits, "FETCHED": fetched}
+    return {
+        "LOADS_FIRST": is_first, "HOLDS": is_first and is_single and fits, "FETCHED": fetched,
+        "SUBSTITUTES": is_first, "SHUFFLES": warps(sizes) if is_first else 0,
+    }  # fmt: skip
 
 
 def multiplies_as_loaded(p: DecodeProblem | ReplayProblem) -> bool:
@@ -390,6 +400,8 @@ def plan(p: DecodeProblem, starts: Sequence[int], num_states: int | None = None)
         "WRITE": p.write, "NORM": p.use_qk_l2norm_in_kernel,
         "NEGATIVE": p.allow_neg_eigval, "LEVELS": levels(longest),
         **precisions(p.q.dtype == torch.float32, gpu), "RESET": RESET, "PDL": supports_pdl(gpu), **loads,
+        # at B = 8 5.23 us for 5.63 (4 tokens, bf16, H200); with few columns at B = 1 4.69 for 3.86
+        "WAITS": loads["HOLDS"] and not is_written and sizes["BV"] == MANY,
     }  # fmt: skip
     rest, programs = options(sizes, p, is_written, loads["HOLDS"]), num_programs(p, sizes)
     return Launch(packet_kernel, programs, scalars, constants, warps(sizes), options=rest)
