@@ -68,6 +68,48 @@ def test_text_solves_system(count, num_warps):
         np.testing.assert_allclose(got, lanes_of(wanted[:, own], width), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize(
+    "rows, tokens, dtype, write, places, expected",
+    [
+        (1, 4, BF16, "none", None, (1, False)),
+        (8, 4, BF16, "none", None, (2, True)),
+        (8, 16, BF16, "none", None, (1, True)),
+        (8, 4, BF16, "final", None, (2, False)),
+        (64, 4, BF16, "none", None, (1, False)),
+        (8, 4, torch.float32, "none", None, (0, False)),
+        (1, 4, BF16, None, 16, (1, False)),
+        (8, 4, BF16, None, 16, (2, True)),
+        (8, 4, BF16, None, 17, (2, False)),
+        (8, 16, BF16, None, 16, (1, False)),
+        (64, 4, BF16, None, 16, (1, False)),
+        (8, 4, torch.float32, None, 16, (0, False)),
+    ],
+)
+def test_which_programs_wait_for_their_state(rows, tokens, dtype, write, places, expected):
+    """All rows substitute on 16-bit operands; programs of one strip of 32 columns use their state late."""
+    compiling = pytest.importorskip("kit.compiling")
+    H, HV, K = 16, 32, 128
+    x = {name: y.expand(rows, *y.shape[1:]) for name, y in inputs(1, tokens, H, HV, K, K, dtype).items()}
+    x |= {"read_index": torch.arange(rows), "state": torch.empty(rows, HV, K, K, dtype=dtype)}
+    options = {"state_v_first": True, "backend": "triton"}
+    with compiling.recording(compiling.TARGETS["cuda:90"].machine) as launches:
+        if places is None:
+            api.decode(**x, write=write, exact_packet=False, **options)
+        else:
+            x |= {
+                name: torch.empty(rows, places, h, K, dtype=dtype)
+                for name, h in (("history_u", HV), ("history_k", H))
+            }
+            x |= {
+                "history_G": torch.empty(rows, places, HV, dtype=torch.float64),
+                "cursor": torch.arange(rows),
+            }
+            api.replay_decode(**x, **options)
+    constants = launches[0][0].constants
+    assert constants["SUBSTITUTES"] == (constants["SHUFFLES"] > 0)
+    assert (constants["SHUFFLES"], constants["READS_PAST" if places else "WAITS"]) == expected
+
+
 def plain_constants(one, tensors, monkeypatch):
     """Return the constants that a launch has in a traced graph."""
     traced = {}
