@@ -58,19 +58,19 @@ def decode_in_place(x, backend=None):
 
 
 @pytest.mark.skipif(INTERPRETED, reason="expected kernels to be compiled")
-def test_the_source_that_inductor_copies_is_complete(tmp_path, monkeypatch):
+@pytest.mark.parametrize("name", ["decode", "packet"])
+def test_the_source_that_inductor_copies_is_complete(tmp_path, monkeypatch, name):
     """Find each name of the kernel and of what it calls in the file that Inductor writes for it."""
     pytest.importorskip("triton")
     from torch._inductor.codegen.wrapper import user_defined_triton_kernel_transitive_closure_source_code
     from triton.runtime.jit import JITFunction
 
-    from gdn.backends.triton.serving.decode import decode_kernel
-
-    source = user_defined_triton_kernel_transitive_closure_source_code(decode_kernel)
+    kernel = getattr(importlib.import_module(f"gdn.backends.triton.serving.{name}"), f"{name}_kernel")
+    source = user_defined_triton_kernel_transitive_closure_source_code(kernel)
     head = "import triton\nimport triton.language as tl\n\n\n@triton.jit\n"
-    (tmp_path / "copied_kernel.py").write_text(head + source)
+    (tmp_path / f"copied_{name}.py").write_text(head + source)
     monkeypatch.syspath_prepend(tmp_path)
-    copied = vars(importlib.import_module("copied_kernel"))
+    copied = vars(importlib.import_module(f"copied_{name}"))
     functions = [x for x in copied.values() if isinstance(x, JITFunction)]
     used = {x.argval for f in functions for x in dis.get_instructions(f.fn) if x.opname == "LOAD_GLOBAL"}
     assert len(functions) > 3 and used <= {*copied, *dir(builtins)}

@@ -46,6 +46,7 @@ from gdn.backends import triton as room
 from gdn.backends.triton import launch
 from kit.descriptors import VERIFIED, find_shared_bases
 from kit.in_flight import find_overwrites
+from kit.layouts import find_other_layouts
 from kit.specimens import SPECIMENS
 
 TESTS = Path(__file__).parent.parent
@@ -225,7 +226,7 @@ def _in_child(job: Job, log: Path) -> Report:
     if TARGETS[job.target].gpu.backend == "cuda":
         numbers = {"registers": r"Used (\d+) registers", "spills": r"(\d+) bytes spill (?:stores|loads)"}
         complaints = tuple(line.strip() for line in text.splitlines() if re.search(r"C75\d\d|serializ", line))
-        faults = find_overwrites(compiled.asm["ttgir"])
+        faults = find_overwrites(compiled.asm["ttgir"]) + find_other_layouts(compiled.asm["ttgir"])
         # later GPUs have other descriptors, and a later ptxas
         if job.target == "cuda:90" and not job.name.startswith(VERIFIED):
             faults += find_shared_bases(compiled.asm["ptx"])

@@ -292,18 +292,18 @@ def commit_to_int16(D: int, v_first: bool, has_extra: bool) -> Callable[[], Any]
 
 def replay(
     B: int, T: int, K: int, V: int, dtype: Any, pool_dtype: Any, kept: Any, v_first: bool, is_packed: bool,
-    is_per_channel: bool = False,
+    is_per_channel: bool = False, places: int = 20,
 ) -> Callable[[], Any]:  # fmt: skip
-    """Return a verification and its commit, on histories of 20 places."""
+    """Return a verification and its commit."""
     lead = (1, B * T) if is_packed else (B, T)
     x = rows_of(*lead, K=K, V=V, dtype=dtype, raw=True, is_per_channel=is_per_channel)
     if is_packed:
         x |= {"cu_seqlens": torch.arange(B + 1, dtype=torch.int32), "max_seqlen": T}
     state = pool_of(1, B, K=K, V=V, dtype=pool_dtype, v_first=v_first)
-    u, k = torch.randn(1, B, 20, 4, V).to(kept), torch.randn(1, B, 20, 2, K).to(kept)
-    G, cursor, rows = torch.zeros(1, B, 20, 4, dtype=torch.float64), slots(B), slots(B)
+    u, k = torch.randn(1, B, places, 4, V).to(kept), torch.randn(1, B, places, 2, K).to(kept)
+    G, cursor, rows = torch.zeros(1, B, places, 4, dtype=torch.float64), slots(B), slots(B)
     if is_per_channel:
-        G = torch.zeros(1, B, 20, 4, K)
+        G = torch.zeros(1, B, places, 4, K)
         x |= {"a": x["a"].to(dtype), "lower_bound": -5.0}
     options = {"state_v_first": v_first, "backend": "triton"}
 
@@ -818,6 +818,11 @@ OTHERS = {
     ),
     "chunk form, bf16 pool": (decode_in_chunk_form, (4, 4, 128, BF16, BF16, True, True), WITHOUT_TCGEN05),
     "chunk form, two warps": (decode_in_chunk_form, (80, 4, 128, BF16, BF16, True, True), TUNED),
+    "chunk form, two warps, no write": (
+        decode_in_chunk_form,
+        (80, 4, 128, BF16, BF16, True, True, "none"),
+        WITHOUT_TCGEN05,
+    ),
     "chunk form in strips": (decode_in_chunk_form, (200, 4, 128, BF16, BF16, True, True), TUNED),
     "chunk form, 16 tokens, no write": (
         decode_in_chunk_form,
@@ -842,6 +847,11 @@ OTHERS = {
     "replay few tokens, bf16 pool": (
         replay,
         (3, 4, 128, 128, BF16, BF16, BF16, True, False),
+        WITHOUT_TCGEN05,
+    ),
+    "replay two warps, short history": (
+        replay,
+        (80, 4, 128, 128, BF16, BF16, BF16, True, False, False, 16),
         WITHOUT_TCGEN05,
     ),
     "replay two warps": (replay, (80, 4, 128, 128, BF16, BF16, BF16, True, False), TUNED),

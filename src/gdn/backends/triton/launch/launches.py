@@ -108,8 +108,8 @@ class Launch:
         return self.kernel.warmup(*descriptors, *aligned, *self.scalars, grid=(1,), **self._constants)
 
     def trace(self, tensors: tuple[Tensor | None, ...]) -> None:
-        """Trace the launch into a graph, without PDL and the options of loads, which need inline assembly."""
-        assembly = ("PDL", "AHEAD", "LOADS_FIRST", "HOLDS", "FETCHED")
+        """Trace the launch into a graph, without PDL and what needs inline assembly; no bit depends on it."""
+        assembly = ("PDL", "AHEAD", "LOADS_FIRST", "HOLDS", "FETCHED", "SHUFFLES")
         plain = {name: type(x)() if name in assembly else x for name, x in self.constants.items()}
         wrapped = torch.library.wrap_triton(self.kernel)[(self.grid,)]
         wrapped(*tensors, *self.scalars, **plain, num_warps=self.num_warps, num_stages=self.num_stages)

@@ -128,7 +128,7 @@ def history_kernel(
         K=K, V=V, BP=BP, BV=BV, BS=BS, BT=BT, STRIPS=STRIPS, STAGES=STAGES, AXIS=AXIS, DENSE=DENSE, NEAR=NEAR,
         LINE=LINE, UNIT=UNIT, STATE_UNIT=STATE_UNIT, PAST_UNIT=PAST_UNIT, NORM=NORM, NEGATIVE=NEGATIVE,
         LEVELS=LEVELS, PRECISION=PRECISION, FP32_PRECISION=FP32_PRECISION, RESET=RESET, IS_SINGLE=IS_SINGLE,
-        FOLDS=False,
+        FOLDS=False, SUBSTITUTES=False, READS_PAST=False,
     )  # fmt: skip
     # the constants of rows whose history is full. Without stages, since the loop with a fold would need twice
     # the shared memory, and so halve the programs on an SM for all rows
@@ -137,7 +137,7 @@ def history_kernel(
         K=K, V=V, BP=BP, BV=BV, BS=BS, BT=BT, STRIPS=FOLD_STRIPS, STAGES=1, AXIS=AXIS, DENSE=DENSE, NEAR=NEAR,
         LINE=LINE, UNIT=UNIT, STATE_UNIT=STATE_UNIT, PAST_UNIT=PAST_UNIT, PRECISION=PRECISION,
         FP32_PRECISION=FP32_PRECISION, IS_SINGLE=IS_SINGLE, FOLDS=True, BK=BK, PASTS=PASTS,
-        FOLD_PRECISION=FOLD_PRECISION,
+        FOLD_PRECISION=FOLD_PRECISION, READS_PAST=False,
     )  # fmt: skip
     if PDL:
         launch_dependents_then_wait()

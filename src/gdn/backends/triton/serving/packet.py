@@ -5,8 +5,7 @@
     o_t = scale (S_t^T q_t + sum_(j <= t) e^(G_t - G_j) <q_t, k_j> d_j)
 
 The state is read once from HBM, and once more (from L2) where the last state is written:
-e^(G_T) S + sum_j e^(G_T - G_j) k_j d_j^T. `packet_lib` has the parts. If every state must be written,
-`decode` is faster (187 and 246 us for 4 tokens of 128 rows, 32 heads of 128 x 128, bf16, H200).
+e^(G_T) S + sum_j e^(G_T - G_j) k_j d_j^T. `packet_lib` has the parts. `decode` writes every state faster.
 """
 
 from collections.abc import Mapping, Sequence
@@ -39,6 +38,7 @@ from gdn.backends.triton.serving.packet_lib import (
     tokens_of_rows,
 )
 from gdn.backends.triton.serving.packet_loads import (
+    late_count,
     load_packet,
     load_strip,
     multiply_held,
@@ -84,24 +84,25 @@ def packet_kernel(
     g_b, g_t, g_h, beta_b, beta_t, beta_h, A_log_h, dt_bias_h, state_n, state_r, state_h, state_k, state_v,
     read_n, read_c, accepted_n, ring_n, write_n,
     N, T, HV, HV_magic, HV_s, ratio_magic, ratio_s, slots, lowest, columns, entries, scale,
-    K: tl.constexpr, V: tl.constexpr, BU: tl.constexpr, BV: tl.constexpr, BS: tl.constexpr,
-    BT: tl.constexpr, STRIPS: tl.constexpr, STAGES: tl.constexpr, AXIS: tl.constexpr, DENSE: tl.constexpr,
-    NEAR: tl.constexpr, LINE: tl.constexpr, UNIT: tl.constexpr, STATE_UNIT: tl.constexpr,
-    WRITE: tl.constexpr, NORM: tl.constexpr, NEGATIVE: tl.constexpr, LEVELS: tl.constexpr,
-    PRECISION: tl.constexpr, FP32_PRECISION: tl.constexpr, RESET: tl.constexpr, PDL: tl.constexpr,
-    LOADS_FIRST: tl.constexpr, HOLDS: tl.constexpr, FETCHED: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, BU: tl.constexpr, BV: tl.constexpr, BS: tl.constexpr, BT: tl.constexpr,
+    STRIPS: tl.constexpr, STAGES: tl.constexpr, AXIS: tl.constexpr, DENSE: tl.constexpr, NEAR: tl.constexpr,
+    LINE: tl.constexpr, UNIT: tl.constexpr, STATE_UNIT: tl.constexpr, WRITE: tl.constexpr, NORM: tl.constexpr,
+    NEGATIVE: tl.constexpr, LEVELS: tl.constexpr, PRECISION: tl.constexpr, FP32_PRECISION: tl.constexpr,
+    RESET: tl.constexpr, PDL: tl.constexpr, LOADS_FIRST: tl.constexpr, HOLDS: tl.constexpr,
+    FETCHED: tl.constexpr, SUBSTITUTES: tl.constexpr, SHUFFLES: tl.constexpr, WAITS: tl.constexpr,
 ):  # fmt: skip
     """Run one row's tokens as `decode` does, where at most the last state is written.
 
     Program (row, head, block): STRIPS strips of BV value columns. Grid: (N, + 1 if packed) * HV * blocks; one
     or two `warps`. PDL: it lets the next kernel start at once, and waits before its first load. Reads q, k,
     v, gates of up to 16 tokens and the state; writes o, and the last state if WRITE is "final".
-    LOADS_FIRST, HOLDS, FETCHED: see `order_loads`.
+    LOADS_FIRST, HOLDS, FETCHED, SUBSTITUTES, SHUFFLES: see `order_loads`; WAITS: see `late_count`.
     """
     C: tl.constexpr = group_constants(
         K=K, V=V, BV=BV, BS=BS, BT=BT, STRIPS=STRIPS, STAGES=STAGES, AXIS=AXIS, DENSE=DENSE, NEAR=NEAR,
         LINE=LINE, UNIT=UNIT, STATE_UNIT=STATE_UNIT, NORM=NORM, NEGATIVE=NEGATIVE, LEVELS=LEVELS,
-        PRECISION=PRECISION, FP32_PRECISION=FP32_PRECISION, RESET=RESET,
+        PRECISION=PRECISION, FP32_PRECISION=FP32_PRECISION, RESET=RESET, SUBSTITUTES=SUBSTITUTES,
+        SHUFFLES=SHUFFLES,
     )  # fmt: skip
     if PDL:
         launch_dependents_then_wait()
@@ -169,7 +170,7 @@ def packet_kernel(
                 target = tl.load(write_index_ptr + n * write_n).to(tl.int64)
             is_written = (target >= lowest) & (target < slots) & (count > 0)
             there = (target - slot) * state_n * STATE_UNIT
-        for strip in tl.range(0, STRIPS, num_stages=STAGES):
+        for strip in tl.range(0, late_count(STRIPS, count, WAITS), num_stages=STAGES):
             column, vs = (block * STRIPS + strip) * BV, tl.arange(0, BV)
             left = V - column
             tokens, is_k = tokens_of_rows(PARTS - 1, BT)
@@ -270,11 +271,13 @@ def options(
 
 
 def order_loads(sizes: Mapping[str, int], p: DecodeProblem | ReplayProblem, axis: str) -> dict[str, Any]:
-    """Return the constants of the order of loads; no bit of a result depends on them.
+    """Return constants of the order of loads, and of the triangular system: only SUBSTITUTES changes bits.
 
     LOADS_FIRST: all loads that need no other are issued before the first MMA.
     HOLDS: a program of one strip loads its state and v then, and keeps them in registers.
     FETCHED: a program of several strips prefetches so many columns, the first two strips, into L2.
+    SUBSTITUTES: `substitute` inverts the triangular system, and MMAs do not.
+    SHUFFLES: the warps that do so with shuffles in PTX; 0 for the same in Triton, if PTX cannot be traced.
     """
     has_all_keys, is_single = sizes["BS"] >= p.K, sizes["STRIPS"] == 1
     is_first = machine(p.q.device).kind == "cuda" and has_all_keys and multiplies_as_loaded(p)
@@ -283,7 +286,10 @@ def order_loads(sizes: Mapping[str, int], p: DecodeProblem | ReplayProblem, axis
     # whole lines of 128 bytes, and strips that all columns of a program fill
     is_even = axis == "k" and p.K in (64, 128) and p.V % sizes["BV"] == 0
     fetched = 2 * sizes["BV"] if is_first and not is_single and is_even else 0
-    return {"LOADS_FIRST": is_first, "HOLDS": is_first and is_single and fits, "FETCHED": fetched}
+    return {
+        "LOADS_FIRST": is_first, "HOLDS": is_first and is_single and fits, "FETCHED": fetched,
+        "SUBSTITUTES": is_first, "SHUFFLES": warps(sizes) if is_first else 0,
+    }  # fmt: skip
 
 
 def multiplies_as_loaded(p: DecodeProblem | ReplayProblem) -> bool:
@@ -341,8 +347,7 @@ def index_strides(x: Tensor | None, count: int) -> tuple[int, ...]:
 def supports_packet(p: DecodeProblem) -> bool:
     """Return True if this form supports the decode, the caller allows its rounding, and it is faster.
 
-    Where an fp32 state is written, `decode` of 4 tokens takes 4.66 us for 8.80 at B = 1, 14.97 for 15.41 at
-    B = 8 and 86.3 for 94.3 at B = 64 (32 heads of 128 x 128, H200), with 0.97 of this form's error.
+    Where an fp32 state is written, `decode` of 4 tokens takes 0.53 to 0.97 of the time (H200), and errs less.
     """
     if p.exact_packet or p.write == "all" or p.intermediate is not None:
         return False
@@ -379,17 +384,17 @@ def plan(p: DecodeProblem, starts: Sequence[int], num_states: int | None = None)
     )  # fmt: skip
     loads = order_loads(sizes, p, axis)
     # few tokens of few columns leave the registers to update all keys of a state that is held
-    is_held = loads["HOLDS"] and (sizes["BT"], sizes["BV"], axis) == (8, FEW, "k")
-    is_held &= p.q.dtype == torch.bfloat16
+    is_held = loads["HOLDS"] and (sizes["BT"], sizes["BV"], axis, p.q.dtype) == (8, FEW, "k", torch.bfloat16)
     updated = sizes["BS"] if is_held else UPDATED
     constants = {
         "K": p.K, "V": p.V, "BU": min(updated, sizes["BS"]), **sizes, "AXIS": axis,
         "DENSE": tails == (1, 1, 1, 1),
         "NEAR": fits_32_bits(*row_extents(rows, tails, p), *state_extents(state, state_unit, p)),
         "LINE": line_stride(axis, state, state_unit, p), "UNIT": unit, "STATE_UNIT": state_unit,
-        "WRITE": p.write, "NORM": p.use_qk_l2norm_in_kernel,
-        "NEGATIVE": p.allow_neg_eigval, "LEVELS": levels(longest),
-        **precisions(p.q.dtype == torch.float32, gpu), "RESET": RESET, "PDL": supports_pdl(gpu), **loads,
+        "WRITE": p.write, "NORM": p.use_qk_l2norm_in_kernel, "NEGATIVE": p.allow_neg_eigval,
+        "LEVELS": levels(longest), **precisions(p.q.dtype == torch.float32, gpu), "RESET": RESET,
+        # 5.23 us for 5.63 at B = 8 (4 tokens, bf16, H200); with few columns, at B = 1, 4.69 for 3.86
+        "PDL": supports_pdl(gpu), **loads, "WAITS": loads["HOLDS"] and not is_written and sizes["BV"] == MANY,
     }  # fmt: skip
     rest, programs = options(sizes, p, is_written, loads["HOLDS"]), num_programs(p, sizes)
     return Launch(packet_kernel, programs, scalars, constants, warps(sizes), options=rest)

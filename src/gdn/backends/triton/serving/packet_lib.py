@@ -19,6 +19,7 @@ import triton.language as tl
 
 from gdn.backends.triton.launch import jit
 from gdn.backends.triton.lib import column_mask, decay, dot, split_bf16
+from gdn.backends.triton.serving.packet_solve import substitute
 
 ROWS = tl.constexpr(16)  # rows of an MMA on tensor cores
 
@@ -271,7 +272,12 @@ def solve_packet(XK, QQ, high, low, beta, scale, C: tl.constexpr):
     _tokens, is_k = tokens_of_rows(PARTS - 1, C.BT)
     # A, its inverse and P are 16 x 16 in the registers of one warp
     A = XK[PARTS - 1] * D * (beta * row_scales[PARTS - 1])[:, None] * row_scales[PARTS - 1][None, :]
-    A_inv = invert_unit_lower(tl.where(is_k[None, :] & (j < i), A, 0.0), C.LEVELS, C.FP32_PRECISION)
+    A = tl.where(is_k[None, :] & (j < i), A, 0.0)
+    # of two tokens both need no MMA
+    if C.SUBSTITUTES and C.LEVELS > 1:
+        A_inv = substitute(A, C.LEVELS, C.SHUFFLES)
+    else:
+        A_inv = invert_unit_lower(A, C.LEVELS, C.FP32_PRECISION)
     P = XK[0] * D * row_scales[PARTS - 1][None, :]
     if PARTS == 2:
         W = dot_precise(tl.where(j <= i, P, 0.0), A_inv, None, C.FP32_PRECISION)

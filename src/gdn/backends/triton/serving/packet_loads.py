@@ -118,6 +118,19 @@ def use_here(x):
 
 
 @jit
+def late_count(STRIPS: tl.constexpr, count, IS_LATE: tl.constexpr):
+    """Return STRIPS; IS_LATE: 1, or 0 for an empty packet, so that the loop over one strip is a loop.
+
+    In one block of instructions ptxas moves the copies of a loaded state to shared memory, which wait for
+    HBM, before MMAs that need no state. It moves none of them out of a loop.
+    """
+    if IS_LATE:
+        return tl.minimum(tl.maximum(count, 0), 1)
+    else:
+        return STRIPS
+
+
+@jit
 def use_parts_here(X):
     """Return all parts of a packet as `use_here`."""
     outputs = ()

@@ -4,7 +4,7 @@
 import triton.language as tl
 
 from gdn.backends.triton.launch import jit
-from gdn.backends.triton.lib import column_mask, decay
+from gdn.backends.triton.lib import column_mask, decay, split_fp64
 from gdn.backends.triton.serving.history_lib import (
     apply_column_scales,
     compute_token,
@@ -26,8 +26,8 @@ from gdn.backends.triton.serving.packet_lib import (
     store_outputs,
     strip_mask,
 )
-from gdn.backends.triton.serving.packet_loads import multiply_held
-from gdn.backends.triton.serving.structs import Strip
+from gdn.backends.triton.serving.packet_loads import late_count, multiply_held, use_here
+from gdn.backends.triton.serving.structs import Strip, Sums
 
 
 @jit
@@ -37,6 +37,24 @@ def load_past(history, column, has_value, C: tl.constexpr):
     high, low = load_history_G(history, old)
     u = load_history_u(history, history.u_ptr + column, 0, tl.arange(0, C.BV), has_value, C)
     return load_past_k(history, old, tl.arange(0, C.BS), C), high, low, u
+
+
+@jit
+def keep_past(past, history, C: tl.constexpr):
+    """Return places as `load_past` loaded them before the cursor arrived, and which of them are in use.
+
+    Places beyond the history may hold NaN: u is zero there, and `score_history` drops their scores.
+    """
+    k, high, low, u = past
+    is_used = tl.arange(0, C.BP) < history.count
+    return use_here(k), high, low, tl.where(is_used[:, None], use_here(u), 0.0), is_used
+
+
+@jit
+def sum_rows(sums):
+    """Return sums of g up to the rows of a packet since its history began, as hi + lo."""
+    high, low = split_fp64(sums.packet + sums.past)
+    return Sums(high, low)
 
 
 @jit
@@ -53,7 +71,7 @@ def load_past_k(history, old, ks, C: tl.constexpr):
 def score_history(X, row_scales, packet, history, start, past, sums, C: tl.constexpr):
     """Return scores of rows and BP places of a history, by parts: <row, k_j> e^(G - G_j), scaled [16, BP].
 
-    past: these places as `load_past` returned them, or empty.
+    past: these places as `load_past` or `keep_past` returned them, or empty.
     """
     PARTS: tl.constexpr = 2 * C.BT // ROWS
     old = start + tl.arange(0, C.BP)
@@ -82,6 +100,8 @@ def score_history(X, row_scales, packet, history, start, past, sums, C: tl.const
     D = decay(old_high[None, :], old_low[None, :], sums.high[:, None], sums.low[:, None])
     if PARTS == 2:
         return first * D * row_scales[0][:, None], last * D * row_scales[1][:, None]
+    elif len(past) == 5:
+        return (tl.where(past[4][None, :], last * D * row_scales[0][:, None], 0.0),)
     else:
         return (last * D * row_scales[0][:, None],)
 
@@ -96,26 +116,36 @@ def add_history(XS, scores, u, PRECISION: tl.constexpr):
 
 
 @jit
+def add_early_history(XS, X, row_scales, packet, history, past, sums, C: tl.constexpr):
+    """Scale the products of rows and state, and add a history loaded by `load_past` before its cursor."""
+    past, late = keep_past(past, history, C), sum_rows(sums)
+    scores = score_history(X, row_scales, packet, history, 0, past, late, C)
+    return add_history(scale_rows(XS, row_scales, tl.exp(late.high)), scores, past[3], C.PRECISION)
+
+
+@jit
 def run_strips(solved, packet, history, tensors, new, block, C: tl.constexpr, PASTS: tl.constexpr):
     """Compute o and u for all columns of a program, with PASTS blocks of a history, or all if PASTS is 0.
 
     tensors: v, the state, its scales and o; then what a program of one strip has in registers, or empty: its
-    state and v, and the first places of the history.
+    state and v, and the first places of the history. READS_PAST: these are all of its places; they and the
+    sums, as `RowSums`, are used in the loop, where the state is waited for.
     """
     PARTS: tl.constexpr = 2 * C.BT // ROWS
     X, W, row_scales, beta, sums, end = solved
     v, state, scales, o, held, first_past = tensors
     # scores with the history stay in registers over all strips of columns
     scores = ()
-    for block_past in tl.static_range(PASTS):
-        past = ()
-        if block_past == 0:
-            past = first_past
-        score = score_history(X, row_scales, packet, history, block_past * C.BP, past, sums, C)
-        scores = scores + (score,)
-    decays = tl.exp(sums.high)
+    if not C.READS_PAST:
+        for block_past in tl.static_range(PASTS):
+            past = ()
+            if block_past == 0:
+                past = first_past
+            score = score_history(X, row_scales, packet, history, block_past * C.BP, past, sums, C)
+            scores = scores + (score,)
+        decays = tl.exp(sums.high)
     # the pipeliner keeps STAGES - 1 strips of S in flight from HBM
-    for strip in tl.range(0, C.STRIPS, num_stages=C.STAGES):
+    for strip in tl.range(0, late_count(C.STRIPS, packet.count, C.READS_PAST), num_stages=C.STAGES):
         column, vs = (block * C.STRIPS + strip) * C.BV, tl.arange(0, C.BV)
         left = C.V - column
         has_value = strip_mask(vs, left, C.V, C.STRIPS)[None, :]
@@ -128,22 +158,26 @@ def run_strips(solved, packet, history, tensors, new, block, C: tl.constexpr, PA
             XS = multiply_state(X, packet, Strip(strip_ptr, vs, left, state.inner, state.outer), C)
         else:
             XS = multiply_held(X, held[0], C)
-        XS = scale_rows(XS, row_scales, decays)
+        if not C.READS_PAST:
+            XS = scale_rows(XS, row_scales, decays)
         if scales.ptr is not None:
             XS = apply_column_scales(XS, scales, column, vs, has_value)
         past_u_ptr = history.u_ptr + column
-        for block_past in tl.static_range(PASTS):
-            if len(first_past) > 0 and block_past == 0:
-                u_old = first_past[3]
-            else:
-                u_old = load_history_u(history, past_u_ptr, block_past * C.BP, vs, has_value, C)
-            XS = add_history(XS, scores[block_past], u_old, C.PRECISION)
-        # a long history: its scores are recomputed for each strip, because they do not fit into registers
-        if PASTS == 0:
-            for start in range(0, history.count, C.BP):
-                score = score_history(X, row_scales, packet, history, start, (), sums, C)
-                u_old = load_history_u(history, past_u_ptr, start, vs, has_value, C)
-                XS = add_history(XS, score, u_old, C.PRECISION)
+        if C.READS_PAST:
+            XS = add_early_history(XS, X, row_scales, packet, history, first_past, sums, C)
+        else:
+            for block_past in tl.static_range(PASTS):
+                if len(first_past) > 0 and block_past == 0:
+                    u_old = first_past[3]
+                else:
+                    u_old = load_history_u(history, past_u_ptr, block_past * C.BP, vs, has_value, C)
+                XS = add_history(XS, scores[block_past], u_old, C.PRECISION)
+            # a long history: its scores are recomputed for each strip, as they do not fit into registers
+            if PASTS == 0:
+                for start in range(0, history.count, C.BP):
+                    score = score_history(X, row_scales, packet, history, start, (), sums, C)
+                    u_old = load_history_u(history, past_u_ptr, start, vs, has_value, C)
+                    XS = add_history(XS, score, u_old, C.PRECISION)
         if C.IS_SINGLE:
             outputs = compute_token(XS, values, beta, W)
         else:

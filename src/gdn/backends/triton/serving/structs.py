@@ -138,6 +138,13 @@ class Sums(NamedTuple):
     low: Any
 
 
+class RowSums(NamedTuple):
+    """Hold sums of g in fp64: over a packet up to each of its rows, and over the history before it."""
+
+    packet: Any
+    past: Any
+
+
 class Appended(NamedTuple):
     """Say to which places of the history a packet's rows go, and which rows go there."""
 
@@ -233,8 +240,8 @@ class Constants:
 
 
 STRUCTS = (
-    Slots, Accepted, Gates, GateStrides, GateParameters, ChannelGates, Packet, Strip, History, Sums, Appended,
-    HeadStates, ColumnScales, Remainders, TileColumns, Tokens, Token,
+    Slots, Accepted, Gates, GateStrides, GateParameters, ChannelGates, Packet, Strip, History, Sums, RowSums,
+    Appended, HeadStates, ColumnScales, Remainders, TileColumns, Tokens, Token,
 )  # fmt: skip
 # a constant that `group_constants` reads, because Triton's cache key of a kernel has no fields of structs:
 # with two fields swapped, the stale binary would be found in the cache on disk
