@@ -88,6 +88,7 @@ FOLDED = {False: 32, True: 16}
 # programs of a head that share the strips of a row that folds: one alone would end long after all others.
 # More would slow the other rows, where all programs of a head but one have nothing to do
 SPLITS = 4
+FORM = None
 # (compute capability, K, V) -> bytes of a state's element -> columns of a strip in programs of two warps, for
 # one token, where states are V-first and programs fill the SMs. The bits are the same. us of 64 and 256 rows
 # of 32 heads, folds included, for one warp with 16 columns (H200): fp32 51.8 and 173 for 59.6 and 202, bf16
@@ -304,7 +305,7 @@ def _key(p: HistoryProblem) -> Hashable:
     return (
         *(None if x is None else (x.shape, x.stride(), x.dtype) for x in p.tensors()), p.q.device, p.longest,
         p.scale, p.lower_bound, p.use_qk_l2norm_in_kernel, p.allow_neg_eigval, p.state_v_first, p.room,
-        p.null_slot, appends_history(p),
+        p.null_slot, appends_history(p), FORM,
     )  # fmt: skip
 
 
@@ -328,6 +329,14 @@ def plan_append(
     splits = triton.cdiv(sizes["STRIPS"], strips) if is_single else 1
     constants |= folds | {"BK": min(FOLDED[p.remainder is not None], constants["BS"])}
     constants |= {"IS_SINGLE": is_single, "SPLITS": splits}
+    if FORM is not None:
+        from gdn.backends.hopper.serving.history import history_kernel as persistent
+        W, stages, limit, per_sm, registers = FORM
+        D = {name: constants[name] for name in ("NORM", "NEGATIVE", "RESET")}
+        D |= {"D": p.K, "STAGES": stages, "SIZE": p.state.element_size(), "REGISTERS": registers}
+        gpu = machine(p.q.device)
+        limit = {**pdl_options(gpu), **({"maxnreg": limit} if limit else {})}
+        return Launch(persistent, min(p.N * p.HV, per_sm * gpu.num_sms), rest, D, W, options=limit)
     columns = wide_strip(p, sizes, constants)
     if columns is not None:
         constants |= {"BV": columns, "STRIPS": p.V // columns, "SPLITS": 2, "STAGES": 2}
