@@ -8,7 +8,7 @@ state. `decode` moves 4.2 MB. With few rows the latency of the MMAs counts, not 
 from how many states on the history is the faster way. Below, `fold_history` empties it, and `decode` runs.
 """
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -88,7 +88,6 @@ FOLDED = {False: 32, True: 16}
 # programs of a head that share the strips of a row that folds: one alone would end long after all others.
 # More would slow the other rows, where all programs of a head but one have nothing to do
 SPLITS = 4
-FORM = None
 # (compute capability, K, V) -> bytes of a state's element -> columns of a strip in programs of two warps, for
 # one token, where states are V-first and programs fill the SMs. The bits are the same. us of 64 and 256 rows
 # of 32 heads, folds included, for one warp with 16 columns (H200): fp32 51.8 and 173 for 59.6 and 202, bf16
@@ -267,13 +266,17 @@ class CachedFoldAndDecode:
         ]  # fmt: skip
 
 
+# plans the launch that appends to histories: see `plan_append` for its arguments
+PlanAppend = Callable[[HistoryProblem, Sequence[int], int | None], Launch]
 _plans: PlanCache[CachedLaunch | CachedFoldAndDecode] = PlanCache()
 
 
-def decode_with_history(problem: HistoryProblem) -> CachedLaunch | CachedFoldAndDecode | None:
-    """See `Backend`."""
+def decode_with_history(
+    problem: HistoryProblem, plan: PlanAppend | None = None
+) -> CachedLaunch | CachedFoldAndDecode | None:
+    """See `Backend`. `plan`: plans the launch that appends, if not `plan_append`."""
     p, offsets = problem, kernel_offsets(problem.q.device, problem.cu_seqlens)
-    cached = _plans.get(_key(p), lambda: _first(p))
+    cached = _plans.get((plan, *_key(p)), lambda: _first(p, plan or plan_append))
     cached(*(p if offsets is p.cu_seqlens else replace(p, cu_seqlens=offsets)).tensors())
     # offsets were copied, or the launch was recorded for another GPU: the launch cannot be repeated
     if offsets is not p.cu_seqlens or is_recording():
@@ -281,11 +284,11 @@ def decode_with_history(problem: HistoryProblem) -> CachedLaunch | CachedFoldAnd
     return cached
 
 
-def _first(p: HistoryProblem) -> CachedLaunch | CachedFoldAndDecode:
+def _first(p: HistoryProblem, plan: PlanAppend) -> CachedLaunch | CachedFoldAndDecode:
     tensors, sizes = p.tensors(), sample_num_states(machine(p.q.device))
     if appends_history(p):
-        one = plan_append(p)
-        others = lambda: [(plan_append(p, num_states=num), tensors) for num in sizes]  # noqa: E731
+        one = plan(p, (0, 0, 0), None)
+        others = lambda: [(plan(p, (0, 0, 0), num), tensors) for num in sizes]  # noqa: E731
         compile_ahead(p.q.device, one.binary_key(tensors), others)
         return CachedLaunch(one, p.q.device)
     both = CachedFoldAndDecode(plan_fold(p.fold()), plain.plan_launch(p.decode()), p.q.device)
@@ -300,12 +303,12 @@ def _first(p: HistoryProblem) -> CachedLaunch | CachedFoldAndDecode:
     return both
 
 
-def _key(p: HistoryProblem) -> Hashable:
+def _key(p: HistoryProblem) -> tuple[Hashable, ...]:
     """Return everything that the launches depend on, except the addresses of tensors."""
     return (
         *(None if x is None else (x.shape, x.stride(), x.dtype) for x in p.tensors()), p.q.device, p.longest,
         p.scale, p.lower_bound, p.use_qk_l2norm_in_kernel, p.allow_neg_eigval, p.state_v_first, p.room,
-        p.null_slot, appends_history(p), FORM,
+        p.null_slot, appends_history(p),
     )  # fmt: skip
 
 
@@ -329,14 +332,6 @@ def plan_append(
     splits = triton.cdiv(sizes["STRIPS"], strips) if is_single else 1
     constants |= folds | {"BK": min(FOLDED[p.remainder is not None], constants["BS"])}
     constants |= {"IS_SINGLE": is_single, "SPLITS": splits}
-    if FORM is not None:
-        from gdn.backends.hopper.serving.history import history_kernel as persistent
-        W, stages, limit, per_sm, registers = FORM
-        D = {name: constants[name] for name in ("NORM", "NEGATIVE", "RESET")}
-        D |= {"D": p.K, "STAGES": stages, "SIZE": p.state.element_size(), "REGISTERS": registers}
-        gpu = machine(p.q.device)
-        limit = {**pdl_options(gpu), **({"maxnreg": limit} if limit else {})}
-        return Launch(persistent, min(p.N * p.HV, per_sm * gpu.num_sms), rest, D, W, options=limit)
     columns = wide_strip(p, sizes, constants)
     if columns is not None:
         constants |= {"BV": columns, "STRIPS": p.V // columns, "SPLITS": 2, "STAGES": 2}
