@@ -9,7 +9,7 @@ What is masked becomes zero in shared memory.
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
-from gdn.backends.hopper.gluon import jit, mbarrier
+from gdn.backends.hopper.gluon import jit
 from gdn.backends.hopper.scan.scheduler import stage_and_phase
 from gdn.backends.hopper.serving.items import (
     COPIERS,
@@ -17,9 +17,9 @@ from gdn.backends.hopper.serving.items import (
     PLACES,
     RING,
     ROWS,
-    STAGES,
     UNIT,
     D,
+    count_items,
     load_item,
     load_slot,
     places_of,
@@ -41,8 +41,7 @@ def run_copies(tensors, sizes, shared, config):
     then = load_item(first + step, load_slot(first + step, tensors, sizes), tensors, sizes)
     slot = load_slot(first + 2 * step, tensors, sizes)
     copy_token(now, 0, tensors, sizes, shared)
-    turn = 0
-    for _ in range(first, sizes.items, step):
+    for turn in range(count_items(sizes)):
         shared.wait_until_empty(turn)
         copy_state(now, turn, tensors, shared, config)
         # its place was read with the stage of two items before
@@ -50,7 +49,7 @@ def run_copies(tensors, sizes, shared, config):
         # slots and cursors are loaded one and two items earlier than they are needed
         later = load_item(then.number + step, slot, tensors, sizes)
         slot = load_slot(then.number + 2 * step, tensors, sizes)
-        now, then, turn = then, later, turn + 1
+        now, then = then, later
     # no copy may be under way when a CTA exits
     async_copy.commit_group()
     async_copy.wait_group(0)

@@ -170,6 +170,12 @@ class Item:
 
 
 @jit
+def count_items(sizes):
+    """Return how many items the CTA has."""
+    return (sizes.items - gl.program_id(0) + gl.num_programs(0) - 1) // gl.num_programs(0)
+
+
+@jit
 def load_slot(number, tensors, sizes):
     """Return the slot of an item; -1 past the last item."""
     row = divide(number, sizes.HV_magic, sizes.HV_shift)

@@ -27,6 +27,7 @@ from gdn.backends.hopper.serving.items import (
     SLOT,
     UNIT,
     D,
+    count_items,
 )
 
 # registers: an MMA of four warps that share the columns
@@ -54,8 +55,7 @@ def multiply_state(x, S, config):
 @jit
 def run_outputs(tensors, sizes, shared, config):
     """Compute the outputs of all items of the CTA."""
-    turn = 0
-    for _ in range(gl.program_id(0), sizes.items, gl.num_programs(0)):
+    for turn in range(count_items(sizes)):
         stage, phase = stage_and_phase(turn, shared.ready)
         at = turn % RING
         mbarrier.wait(shared.ready.index(stage), phase)
@@ -94,4 +94,3 @@ def run_outputs(tensors, sizes, shared, config):
         else:
             barrier()
             mbarrier.arrive(shared.empty.index(stage), count=1)
-        turn += 1

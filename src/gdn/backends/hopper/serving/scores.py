@@ -1,6 +1,6 @@
 """Compute what the outputs of an item need beside the state, and append k and G of its token.
 
-    X = [q; k];   X k^T has <q, k> and the squared norms;   scores = X k_j^T e^(G - G_j) of the history's places j
+    X = [q; k];   X k^T has <q, k> and the squared norms;   scores = X k_j^T e^(G - G_j) of the places j
 
 Scores are split into hi + lo of bf16, as `add_history` of `triton.serving` splits them.
 """
@@ -33,6 +33,7 @@ from gdn.backends.hopper.serving.items import (
     SMALL,
     UNIT,
     D,
+    count_items,
     load_item,
     load_slot,
     places_of,
@@ -49,7 +50,7 @@ ONE_ELEMENT = gl.constexpr(gl.BlockedLayout([1, 1], [1, 32], [1, 1], [1, 0]))
 
 @struct
 class Loaded:
-    """Hold what was loaded for an item's scores, an item earlier: gates, k, G of the history and at its end."""
+    """Hold what was loaded for an item's scores, an item earlier: gates, k, G of its history."""
 
     g: Any
     beta: Any
@@ -67,13 +68,12 @@ def run_scores(WARP: gl.constexpr, tensors, sizes, shared, config):
     then = load_item(first + step, load_slot(first + step, tensors, sizes), tensors, sizes)
     slot = load_slot(first + 2 * step, tensors, sizes)
     loaded = load_rest(now, tensors, sizes)
-    turn = WARP + 0
-    for _ in range(first, sizes.items, step):
+    for turn in range(WARP, count_items(sizes), SCORERS):
         more = load_rest(then, tensors, sizes)
         later = load_item(then.number + step, slot, tensors, sizes)
         slot = load_slot(then.number + 2 * step, tensors, sizes)
         compute_scores(now, loaded, turn, tensors, sizes, shared, shared.gram.index(WARP), config)
-        now, then, loaded, turn = then, later, more, turn + SCORERS
+        now, then, loaded = then, later, more
 
 
 @jit
@@ -136,8 +136,8 @@ def compute_scores(item, loaded, turn, tensors, sizes, shared, gram, config):
     high, low = split_fp64(g.to(gl.float64) + loaded.G_end)
     still = gl.exp(high)
     old_high, old_low = split_fp64(loaded.G)
-    # the token has been copied, and with it the item before the last one has been read
     mbarrier.wait(shared.arrived.index(at), phase)
+    # the fields and scores of this stage's last item have been read
     shared.wait_until_empty(turn)
     x_s = shared.x.index(at)
     x = x_s.load(LEFT)
