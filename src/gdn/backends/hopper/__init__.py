@@ -38,6 +38,9 @@ from gdn.problem.propagate import PropagateProblem
 from gdn.problem.step import StepProblem
 
 SIZES = (64, 128)  # values of K = V that the kernels are written for
+# rows x value heads from which a history is faster than `decode`: at 32 rows of 32 heads 0.69 of the time on
+# fp32 states and 0.88 on bf16 (H200)
+APPENDS_FROM = 32 * 32
 
 
 def refuses(problem: Any) -> str | None:
@@ -175,14 +178,24 @@ def _prefill(problem: PrefillProblem) -> None:
     import_module("gdn.backends.triton.serving.prefill").prefill(problem, forward, is_in_place)
 
 
+def _appends_history(problem: HistoryProblem) -> bool:
+    states = problem.N * problem.HV
+    return APPENDS_FROM <= states if problem.use_history is None else problem.use_history
+
+
 def _decode_with_history(problem: HistoryProblem) -> Any:
     decode = import_module("gdn.backends.triton.serving.history").decode_with_history
-    return decode(problem, _module("serving.history").plan_append)
+    chosen = replace(problem, use_history=_appends_history(problem))
+    return decode(chosen, _module("serving.history").plan_append)
 
 
 def _decode_step(problem: StepProblem) -> Any:
     decode = import_module("gdn.backends.triton.serving.step").decode_step
-    return decode(problem, _module("serving.history").plan_append)
+    if not problem.has_history:
+        return decode(problem)
+    rule = problem.with_history(problem.mixed_qkv, problem.out)
+    chosen = replace(problem, use_history=_appends_history(rule))
+    return decode(chosen, _module("serving.history").plan_append)
 
 
 def _forward_launches(problem: Problem, kept: torch.dtype | None, pool: Any = None) -> Iterator[Any]:
@@ -217,6 +230,7 @@ BACKEND = replace(
     forward_launches=_forward_launches,
     backward_launches=_backward_launches,
     prefill=_prefill,
+    appends_history=_appends_history,
     decode_with_history=_decode_with_history,
     decode_step=_decode_step,
 )

@@ -38,11 +38,11 @@ from gdn.backends.triton.serving import history as portable
 from gdn.backends.triton.serving.packet import FILLED
 from gdn.problem import HistoryProblem
 
-# bytes of a state's element -> CTAs an SM, as many as fit its shared memory, and registers of a lane: those
-# of warps that do not compute outputs leave the rest of twice as many
+# bytes of a state's element -> CTAs an SM, as many as fit its shared memory; registers of a lane, and those
+# of the warps that compute no outputs, which leave the others the rest of twice as many
 CTAS = {2: 2, 4: 1}
 REGISTERS = {2: 128, 4: 168}
-OTHERS = 104
+OTHERS = {2: 112, 4: 128}
 
 
 @kernel
@@ -150,6 +150,6 @@ def plan_append(
     constants = {name: other.constants[name] for name in ("NORM", "NEGATIVE", "RESET")}
     return Launch(
         decode_with_history_kernel, min(p.N * p.HV, CTAS[size] * gpu.num_sms), other.scalars,
-        {"SIZE": size, **constants, "OTHER_REGISTERS": OTHERS}, 4,
+        {"SIZE": size, **constants, "OTHER_REGISTERS": OTHERS[size]}, 4,
         options={**PDL, "maxnreg": REGISTERS[size]}, unaligned=other,
     )  # fmt: skip
