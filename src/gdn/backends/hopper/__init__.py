@@ -180,7 +180,7 @@ def _prefill(problem: PrefillProblem) -> None:
 
 def _appends_history(problem: HistoryProblem) -> bool:
     states = problem.N * problem.HV
-    return APPENDS_FROM <= states if problem.use_history is None else problem.use_history
+    return states >= APPENDS_FROM if problem.use_history is None else problem.use_history
 
 
 def _decode_with_history(problem: HistoryProblem) -> Any:
