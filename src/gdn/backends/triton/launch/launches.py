@@ -45,6 +45,7 @@ class Launch:
     options: dict[str, Any] = field(default_factory=dict)  # further compiler options, such as maxnreg
     num_descriptors: int = 0  # leading arguments that are tensor descriptors (for TMA), aligned for any dtype
     seconds: float = 0.0  # about how long compilation takes after tracing, where that is long
+    unaligned: "Launch | None" = None  # runs instead where tensors are not aligned; None: this one
     _compiled: Any = field(default=None, repr=False)
     _device: int = 0
     _call: DirectCall | None = field(default=None, repr=False)  # descriptors are Triton's, not encoded
@@ -76,7 +77,7 @@ class Launch:
         # Triton compiled for aligned pointers; others need a binary with narrower loads
         if bits % ALIGNMENT:
             with loads_in_captures():
-                self._dispatch(tensors)
+                (self.unaligned or self)._dispatch(tensors)
             return
         call(self.grid, torch._C._cuda_getCurrentRawStream(self._device), (*pointers, *self._trailing))
 
@@ -127,7 +128,7 @@ class Launch:
     def _launch_first(self, tensors: tuple[Tensor | None, ...]) -> None:
         plain = tensors[self.num_descriptors :]
         if INTERPRETED or not self._is_usual(tensors):
-            self._dispatch(tensors)
+            (self.unaligned or self)._dispatch(tensors)
             return
         saved = find_binary(self, tensors)
         device = next(x.device for x in plain if x is not None)

@@ -8,7 +8,7 @@ state. `decode` moves 4.2 MB. With few rows the latency of the MMAs counts, not 
 from how many states on the history is the faster way. Below, `fold_history` empties it, and `decode` runs.
 """
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -266,13 +266,17 @@ class CachedFoldAndDecode:
         ]  # fmt: skip
 
 
+# plans the launch that appends to histories: see `plan_append` for its arguments
+PlanAppend = Callable[[HistoryProblem, Sequence[int], int | None], Launch]
 _plans: PlanCache[CachedLaunch | CachedFoldAndDecode] = PlanCache()
 
 
-def decode_with_history(problem: HistoryProblem) -> CachedLaunch | CachedFoldAndDecode | None:
-    """See `Backend`."""
+def decode_with_history(
+    problem: HistoryProblem, plan: PlanAppend | None = None
+) -> CachedLaunch | CachedFoldAndDecode | None:
+    """See `Backend`. `plan`: plans the launch that appends, if not `plan_append`."""
     p, offsets = problem, kernel_offsets(problem.q.device, problem.cu_seqlens)
-    cached = _plans.get(_key(p), lambda: _first(p))
+    cached = _plans.get((plan, *_key(p)), lambda: _first(p, plan or plan_append))
     cached(*(p if offsets is p.cu_seqlens else replace(p, cu_seqlens=offsets)).tensors())
     # offsets were copied, or the launch was recorded for another GPU: the launch cannot be repeated
     if offsets is not p.cu_seqlens or is_recording():
@@ -280,11 +284,11 @@ def decode_with_history(problem: HistoryProblem) -> CachedLaunch | CachedFoldAnd
     return cached
 
 
-def _first(p: HistoryProblem) -> CachedLaunch | CachedFoldAndDecode:
+def _first(p: HistoryProblem, plan: PlanAppend) -> CachedLaunch | CachedFoldAndDecode:
     tensors, sizes = p.tensors(), sample_num_states(machine(p.q.device))
     if appends_history(p):
-        one = plan_append(p)
-        others = lambda: [(plan_append(p, num_states=num), tensors) for num in sizes]  # noqa: E731
+        one = plan(p, (0, 0, 0), None)
+        others = lambda: [(plan(p, (0, 0, 0), num), tensors) for num in sizes]  # noqa: E731
         compile_ahead(p.q.device, one.binary_key(tensors), others)
         return CachedLaunch(one, p.q.device)
     both = CachedFoldAndDecode(plan_fold(p.fold()), plain.plan_launch(p.decode()), p.q.device)
@@ -299,7 +303,7 @@ def _first(p: HistoryProblem) -> CachedLaunch | CachedFoldAndDecode:
     return both
 
 
-def _key(p: HistoryProblem) -> Hashable:
+def _key(p: HistoryProblem) -> tuple[Hashable, ...]:
     """Return everything that the launches depend on, except the addresses of tensors."""
     return (
         *(None if x is None else (x.shape, x.stride(), x.dtype) for x in p.tensors()), p.q.device, p.longest,

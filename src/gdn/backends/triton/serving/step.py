@@ -11,6 +11,7 @@ programs of a key head and all its value heads in one launch: 0.37 to 0.99.
 
 from collections.abc import Hashable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -76,14 +77,14 @@ class CachedStep:
 _plans: PlanCache[CachedStep] = PlanCache()
 
 
-def decode_step(problem: StepProblem) -> CachedStep | None:
-    """See `Backend`."""
+def decode_step(problem: StepProblem, plan: history.PlanAppend | None = None) -> CachedStep | None:
+    """See `Backend`. `plan`: as for `history.decode_with_history`."""
     p = problem
     if needs_copies(p):
-        rule = history.decode_with_history if p.has_history else decode.decode
+        rule = partial(history.decode_with_history, plan=plan) if p.has_history else decode.decode
         compose_step(p, conv_update.causal_conv1d_update, rule, norm.rms_norm_gated)
         return None
-    cached = _plans.get(_key(p), lambda: _first(p))
+    cached = _plans.get((plan, *_key(p)), lambda: _first(p, plan or history.plan_append))
     cached(*launch_tensors(p))
     return None if is_recording() else cached
 
@@ -109,8 +110,11 @@ def needs_copies(p: StepProblem) -> bool:
     )
 
 
-def plan_step(p: StepProblem, num_states: int | None = None) -> CachedStep:
-    """Return the launches. `num_states`: rows times heads for the tiles of `decode`, if not the problem's."""
+def plan_step(p: StepProblem, num_states: int | None, plan: history.PlanAppend) -> CachedStep:
+    """Return the launches; `plan` plans the one that appends to histories.
+
+    `num_states`: rows times heads for the tiles of `decode`, if not the problem's.
+    """
     # only the layout of the convolution's output counts here: it is allocated anew for each step
     mixed, o, keys = p.mixed_qkv.new_empty(p.mixed_qkv.shape), p.out, p.H * p.K
     starts, appends = (0, keys, 2 * keys), None
@@ -118,9 +122,7 @@ def plan_step(p: StepProblem, num_states: int | None = None) -> CachedStep:
     if p.has_history:
         rule = p.with_history(mixed, o)
         appends = history.appends_history(rule)
-        launches.append(
-            history.plan_append(rule, starts, num_states) if appends else plan_fold(rule.fold(), num_states)
-        )
+        launches.append(plan(rule, starts, num_states) if appends else plan_fold(rule.fold(), num_states))
     if not appends:
         launches.append(decode.plan_launch(p.decode(mixed, o), starts, num_states))
     if p.has_norm:
@@ -128,16 +130,16 @@ def plan_step(p: StepProblem, num_states: int | None = None) -> CachedStep:
     return CachedStep(tuple(launches), p.x.device, appends)
 
 
-def _first(p: StepProblem) -> CachedStep:
-    cached, tensors = plan_step(p), launch_tensors(p)
+def _first(p: StepProblem, plan: history.PlanAppend) -> CachedStep:
+    cached, tensors = plan_step(p, None, plan), launch_tensors(p)
     kind = tuple(one.binary_key(given) for one, given in cached.steps(*tensors))
     # binaries for other numbers of rows
-    others = [plan_step(p, num_states) for num_states in packet.sample_num_states(machine(p.x.device))]
+    others = [plan_step(p, num_states, plan) for num_states in packet.sample_num_states(machine(p.x.device))]
     compile_ahead(p.x.device, kind, lambda: [one for other in others for one in other.steps(*tensors)])
     return cached
 
 
-def _key(p: StepProblem) -> Hashable:
+def _key(p: StepProblem) -> tuple[Hashable, ...]:
     """Return everything that the launches depend on, except the addresses of tensors."""
     return (
         *(None if x is None else (x.shape, x.stride(), x.dtype) for x in launch_tensors(p)), p.x.device,
