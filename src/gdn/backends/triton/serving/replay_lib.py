@@ -43,10 +43,11 @@ def load_past(history, column, has_value, C: tl.constexpr):
 def keep_past(past, history, C: tl.constexpr):
     """Return places as `load_past` loaded them before the cursor arrived, and which of them are in use.
 
-    Places beyond the history may hold NaN: u is zero there, and `score_history` drops their scores.
+    Places beyond the history may hold NaN: u and G are zero there, and `score_history` zeroes their products.
     """
     k, high, low, u = past
     is_used = tl.arange(0, C.BP) < history.count
+    high, low = tl.where(is_used, high, 0.0), tl.where(is_used, low, 0.0)
     return use_here(k), high, low, tl.where(is_used[:, None], use_here(u), 0.0), is_used
 
 
@@ -96,12 +97,14 @@ def score_history(X, row_scales, packet, history, start, past, sums, C: tl.const
         old_high, old_low = load_history_G(history, old)
     else:
         old_high, old_low = past[1], past[2]
+    if len(past) == 5:
+        # Before they are scaled. ptxas fuses the last scaling with the subtraction in `split_bf16`, and would
+        # not across a selection: other bits than those of places that are masked where they are loaded
+        last = tl.where(past[4][None, :], last, 0.0)
     # decays up to each row of the packet, from hi + lo sums
     D = decay(old_high[None, :], old_low[None, :], sums.high[:, None], sums.low[:, None])
     if PARTS == 2:
         return first * D * row_scales[0][:, None], last * D * row_scales[1][:, None]
-    elif len(past) == 5:
-        return (tl.where(past[4][None, :], last * D * row_scales[0][:, None], 0.0),)
     else:
         return (last * D * row_scales[0][:, None],)
 
