@@ -2,8 +2,8 @@
 
 `triton.serving.history` has the recurrence, and the kernel of all other problems; the arithmetic, and so the
 bits, are the same. There a program is a chain of latencies: slot, cursor, history and state from HBM, then
-MMAs that need all of them. Here a CTA takes row and head after row and head (an item), and its warps share the
-work on several of them:
+MMAs that need all of them. Here a CTA takes row and head after row and head (an item), and its warps share
+the work on several of them:
 
     copies    2 warps: copy tokens, histories and states of later items into shared memory (cp.async)
     scores    2 warps, every other item each: gates, <x, k> with the token and the history; append k and G

@@ -134,8 +134,8 @@ def plan_append(
 ) -> Launch:
     """Plan the launch that appends to the histories; arguments as for `decode.plan_launch`.
 
-    It is `triton`'s, with the same bits, where the kernel does not support the layout, or where rows and heads
-    are too few to fill the SMs.
+    It is `triton`'s, with the same bits, where the kernel does not support the layout, or where rows and
+    heads are too few to fill the SMs.
     """
     other = portable.plan_append(p, starts, num_states)
     gpu, states = machine(p.q.device), p.N * p.HV if num_states is None else num_states

@@ -94,4 +94,4 @@ def run_outputs(tensors, sizes, shared, config):
         else:
             barrier()
             mbarrier.arrive(shared.empty.index(stage), count=1)
-        turn += 1
+        turn = turn + 1

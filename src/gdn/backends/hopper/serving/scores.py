@@ -1,6 +1,7 @@
 """Compute what the outputs of an item need beside the state, and append k and G of its token.
 
-    X = [q; k];   X k^T has <q, k> and the squared norms;   scores = X k_j^T e^(G - G_j) of the history's places j
+    X = [q; k];   X X^T has <q, k> and the squared norms
+    scores = X k_j^T e^(G - G_j) of the history's places j
 
 Scores are split into hi + lo of bf16, as `add_history` of `triton.serving` splits them.
 """
@@ -49,7 +50,7 @@ ONE_ELEMENT = gl.constexpr(gl.BlockedLayout([1, 1], [1, 32], [1, 1], [1, 0]))
 
 @struct
 class Loaded:
-    """Hold what was loaded for an item's scores, an item earlier: gates, k, G of the history and at its end."""
+    """Hold what was loaded for an item's scores, an item earlier: gates, k, G of the history and its end."""
 
     g: Any
     beta: Any
