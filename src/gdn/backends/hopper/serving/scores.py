@@ -129,16 +129,17 @@ def compute_scores(item, loaded, turn, tensors, sizes, shared, gram, config):
     first, used = places_of(item, sizes)
     is_full = used + 1 > sizes.places - sizes.room
     place = ring_place(used, first, sizes)
-    # Count the item: all loads of its cursor have been used. The result is not needed before the end
-    lane = gl.arange(0, 32, ONE_WARP)
-    cursor_at = tensors.cursor_ptr + item.slot * tensors.cursor_slot + lane * 0
-    done = gl.atomic_add(cursor_at + 2, lane * 0 + 1, mask=(lane == 0) & item.has_slot, sem="relaxed")
     g, beta = compute_gates(item, loaded, tensors, config)
     high, low = split_fp64(g.to(gl.float64) + loaded.G_end)
     still = gl.exp(high)
     old_high, old_low = split_fp64(loaded.G)
-    # the token has been copied, and with it the item before the last one has been read
     mbarrier.wait(shared.arrived.index(at), phase)
+    # Count the item now: this warp has used the cursor, and so have those that copied the token. Earlier, the
+    # last item of a row could store the cursor before they load it. The count is not needed before the end
+    lane = gl.arange(0, 32, ONE_WARP)
+    cursor_at = tensors.cursor_ptr + item.slot * tensors.cursor_slot + lane * 0
+    done = gl.atomic_add(cursor_at + 2, lane * 0 + 1, mask=(lane == 0) & item.has_slot, sem="relaxed")
+    # the item that had the stage before has been read
     shared.wait_until_empty(turn)
     x_s = shared.x.index(at)
     x = x_s.load(LEFT)
