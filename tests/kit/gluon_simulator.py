@@ -21,7 +21,7 @@ from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITFunction
 
 SECONDS = 20.0
-DELAYS: dict[int, float] = {}  # partition -> seconds that it sleeps before it waits or arrives at a barrier
+DELAYS: dict[int, float] = {}  # partition -> seconds that it sleeps at barriers
 _here = threading.local()
 _atomics = threading.Lock()  # of partitions, which are threads
 
@@ -237,6 +237,7 @@ def _cp_async_arrive(barrier: Barrier, increment_count: bool) -> None:
     _delay()
     _cp_async_wait(0)
     barrier.change(32 * _here.warps)
+    _delay()
 
 
 def _cp_async_wait(pending: int) -> None:
