@@ -8,6 +8,7 @@ when it is issued, and is done when its lanes arrive at an mbarrier.
 """
 
 import operator
+import random
 import threading
 import time
 import types
@@ -21,7 +22,7 @@ from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITFunction
 
 SECONDS = 20.0
-DELAYS: dict[int, float] = {}  # partition -> seconds that it sleeps at barriers
+DELAYS: dict[int, float] = {}  # partition -> most seconds that it sleeps at barriers
 _here = threading.local()
 _atomics = threading.Lock()  # of partitions, which are threads
 
@@ -193,7 +194,8 @@ class _Barriers:
 
 def _delay() -> None:
     if DELAYS:
-        time.sleep(DELAYS.get(_here.partition, 0.0))
+        # mostly short: other threads then do much between two of a partition's steps
+        time.sleep(DELAYS.get(_here.partition, 0.0) * random.random() ** 4)
 
 
 def _tma_load(descriptor: Descriptor, corner: list[Any], barrier: Barrier, shared: Shared) -> None:
