@@ -1,5 +1,7 @@
 """Test the kernel of sm_90 that decodes with a history, simulated on the CPU, and which calls get it."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from conftest import HAS_TRITON, INTERPRETED
@@ -8,14 +10,16 @@ if not HAS_TRITON:
     pytest.skip("expected Triton", allow_module_level=True)
 
 from kit import gluon_simulator
+from kit.compiling import TARGETS, recording
 from kit.hopper import Simulated
-from kit.serving import error, inputs, same_bits
+from kit.serving import STEP, error, inputs, same_bits, step_of
 
 import gdn
 from gdn.backends.hopper.serving import history
-from gdn.backends.triton.launch import Machine
+from gdn.backends.triton.launch import Launch, Machine, launches
 from gdn.backends.triton.serving import history as portable
 from gdn.problem.history import parse_history
+from gdn.problem.step import parse_step
 
 BF16, F32 = torch.bfloat16, torch.float32
 D = 128
@@ -163,3 +167,143 @@ def test_a_slow_partition_changes_no_bit(one_sm, monkeypatch, state):
     assert not found[0][0].isnan().any()
     for results in found[1:]:
         assert all(same_bits(y, z) for y, z in zip(results, found[0], strict=True))
+
+
+LACKS = [
+    ("one token a row and no drafts", {"tokens": 2, "room": 2}),
+    ("one token a row and no drafts", {"num_accepted": torch.zeros(300, dtype=torch.int32)}),
+    ("one token a row and no drafts", {"cu_seqlens": torch.arange(301, dtype=torch.int32)}),
+    ("K = V = 128", {"size": 64}),
+    ("K = V = 128 and a decay per head", {"decay": "channel"}),
+    ("tokens and histories in bf16", {"dtype": F32}),
+    ("tokens and histories in bf16", {"history": F32}),
+    ("expected states in bf16 or fp32, got torch.float16", {"state": torch.float16}),
+    ("expected states in bf16 or fp32, got torch.int16", {"state": torch.int16}),
+    ("states in bf16 or fp32", {"state": torch.int8}),
+    ("at most 16 places, got 32", {"places": 32}),
+]
+# layouts that `triton` has a kernel for, and too few rows
+LAYOUTS = ["K first", "slots apart", "rows apart", "few rows", "heads far apart"]
+
+
+def call_of(
+    rows=300, tokens=1, size=D, dtype=BF16, state=F32, history=BF16, places=16, room=1, decay="head",
+    v_first=True, **options,
+):  # fmt: skip
+    """Return the problem of a call of 8 heads on tensors without memory."""
+    with torch.device("meta"):
+        pool = gdn.allocate_history_pool(
+            rows, num_k_heads=4, num_v_heads=8, head_k_dim=size, head_v_dim=size, places=places, room=room,
+            state_dtype=state, history_dtype=history, state_v_first=v_first, decay=decay,
+        )  # fmt: skip
+        lead = (1, rows) if "cu_seqlens" in options else (rows, tokens)
+        x = inputs(*lead, 4, 8, size, size, dtype, raw=True, is_per_channel=decay == "channel")
+    options = {n: y.to("meta") if torch.is_tensor(y) else y for n, y in options.items()}
+    if "cu_seqlens" in options:
+        options["max_seqlen"] = 1
+    return problem_of(pool, x, state_v_first=v_first, **options)
+
+
+def layout_of(name):
+    """Return a problem whose layout the kernel does not support, or with too few rows."""
+    if name in ("K first", "few rows"):
+        return call_of(v_first=name != "K first", rows=300 if name == "K first" else 98)
+    p = call_of()
+    if name == "rows apart":
+        return replace(p, q=torch.empty(300, 1, 4, 136, dtype=BF16, device="meta")[..., :D])
+    if name == "slots apart":
+        return replace(p, state=torch.empty(300, 8, D, 144, device="meta")[..., :D])
+    return replace(p, state=torch.empty(8, 270000, D, D, device="meta").transpose(0, 1)[:300])
+
+
+@pytest.fixture
+def on_h200(monkeypatch):
+    """Plan for an H200 that need not be there."""
+    from gdn.backends import hopper
+
+    monkeypatch.setattr(hopper.triton, "refuses", lambda problem: None)
+    monkeypatch.setattr(hopper, "_capability", lambda device: (9, 0))
+    with recording(TARGETS["cuda:90"].machine) as launches:
+        yield launches
+
+
+@pytest.mark.skipif(INTERPRETED, reason="expected no interpreter")
+def test_supported_problems(on_h200):
+    """Name a reason for each problem that is not supported, whether or not the backend is named."""
+    from gdn.backends import hopper
+
+    for backend in (None, "hopper"):
+        for state in (F32, BF16):
+            assert hopper.refuses(call_of(state=state, backend=backend)) is None
+        for reason, options in LACKS:
+            assert reason in str(hopper.refuses(call_of(**options, backend=backend))), options
+        for name in LAYOUTS:
+            assert hopper.refuses(replace(layout_of(name), backend=backend)) is None
+    for _, options in LACKS:
+        assert portable_kernel(call_of(**options)), options
+
+
+def portable_kernel(p, starts=(0, 0, 0)):
+    """Return True if the plan is `triton`'s own, False if it is this kernel beside it."""
+    one, other = history.plan_append(p, starts), portable.plan_append(p, starts)
+    if one.kernel is other.kernel:
+        assert one == other
+        return True
+    assert one.kernel is history.decode_with_history_kernel and one.unaligned == other
+    return False
+
+
+@pytest.mark.skipif(INTERPRETED, reason="expected no interpreter")
+def test_the_plan_is_that_of_triton_where_the_kernel_has_no_layout(on_h200):
+    for state, ctas in ((F32, 132), (BF16, 264)):
+        p = call_of(state=state, read_index=torch.arange(300), null_slot=0)
+        assert not portable_kernel(p) and history.plan_append(p).grid == ctas
+        # 8 heads: a row more fills the SMs
+        assert not portable_kernel(call_of(rows=99)) and portable_kernel(call_of(rows=98))
+    assert all(portable_kernel(layout_of(name)) for name in LAYOUTS)
+    # a layer's step reads q, k and v from one tensor
+    assert not portable_kernel(call_of(), (0, 512, 1024)) and portable_kernel(call_of(), (0, 8, 1024))
+    # binaries for other numbers of rows are those that such calls would launch
+    p = call_of()
+    assert history.plan_append(p, num_states=1).kernel is portable.history_kernel
+
+
+@pytest.mark.skipif(INTERPRETED, reason="expected no interpreter")
+@pytest.mark.parametrize("is_first", [True, False])
+def test_unaligned_tensors_run_the_kernel_of_triton(on_h200, monkeypatch, is_first):
+    """A copy of 16 bytes needs aligned addresses; Triton compiles its kernel for others."""
+    ran = []
+    monkeypatch.setattr(Launch, "_dispatch", lambda launch, tensors: ran.append(launch.kernel))
+    monkeypatch.setattr(launches, "is_recording", lambda: False)
+    p, memory = call_of(), torch.zeros(300 * 4 * D + 1, dtype=BF16)
+    one = history.plan_append(p)
+    if not is_first:
+        one._call = lambda grid, stream, pointers: ran.append(one.kernel)
+        monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
+        one(*p.tensors())
+        assert ran.pop() is history.decode_with_history_kernel
+    q = memory[1:].view(p.q.shape)
+    assert q.data_ptr() % 16
+    one(*replace(p, q=q).tensors())
+    assert ran == [portable.history_kernel]
+
+
+@pytest.mark.skipif(INTERPRETED, reason="expected no interpreter")
+@pytest.mark.parametrize("rows", [300, 20])
+def test_a_whole_step_has_the_kernel(on_h200, rows):
+    """The convolution, this kernel, or that of Triton for few rows, and the norm."""
+    from gdn.backends import hopper
+
+    with torch.device("meta"):
+        x, options = step_of(rows, 4, 8, D, D, 4, BF16, slots=rows)
+        pool = gdn.allocate_history_pool(
+            rows, num_k_heads=4, num_v_heads=8, head_k_dim=D, head_v_dim=D, state_v_first=True
+        )
+    p = parse_step(**STEP | options | x | vars(pool) | {"use_history": True})
+    assert hopper.refuses(p) is None
+    hopper.BACKEND.decode_step(p)
+    names = [one.kernel.__name__ for one, _ in on_h200]
+    expected = history.decode_with_history_kernel if rows == 300 else portable.history_kernel
+    assert names[1] == expected.__name__ and len(names) == 3
+    alone = parse_step(**STEP | options | x)
+    assert "expected the rule, a prefill or a history" in hopper.refuses(alone)
