@@ -42,6 +42,7 @@ from triton.compiler.compiler import make_backend
 from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime.cache import triton_key
 
+from gdn.backends import hopper
 from gdn.backends import triton as room
 from gdn.backends.triton import launch
 from kit.descriptors import VERIFIED, find_shared_bases
@@ -128,7 +129,11 @@ class Report:
     seconds: float = 0.0
 
 
-MODULES = [import_module(x.name) for x in pkgutil.walk_packages(room.__path__, f"{room.__name__}.")]
+MODULES = [
+    import_module(x.name)
+    for backend in (room, hopper)
+    for x in pkgutil.walk_packages(backend.__path__, f"{backend.__name__}.")
+]
 
 
 @contextmanager

@@ -2,12 +2,15 @@
 
 The source is the kernel's own: its functions are bound anew to the stand-ins below, torch tensors for values
 and shared memory, a thread for each partition. New shared memory holds NaN, or -1. A barrier that does not
-complete within SECONDS, or that has more arrivals than its count, fails. Layouts, fences and asynchrony are
-not simulated: an MMA is done when it is issued.
+complete within SECONDS, or that has more arrivals than its count, fails. Layouts and fences are not
+simulated. An MMA and a TMA load are done when they are issued; a copy by cp.async makes its shared memory NaN
+when it is issued, and is done when its lanes arrive at an mbarrier.
 """
 
 import operator
+import random
 import threading
+import time
 import types
 from collections.abc import Callable
 from dataclasses import make_dataclass
@@ -19,7 +22,9 @@ from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITFunction
 
 SECONDS = 20.0
+DELAYS: dict[int, float] = {}  # partition -> most seconds that it sleeps at barriers
 _here = threading.local()
+_atomics = threading.Lock()  # of partitions, which are threads
 
 
 def _plain(x: Any) -> Any:
@@ -33,6 +38,7 @@ class Value:
         self.x = torch.as_tensor(x)
 
     dtype = property(lambda self: self.x.dtype)
+    type = types.SimpleNamespace(layout="layout")
 
     def to(self, dtype: Any, bitcast: bool = False) -> "Value":
         return Value(self.x.view(dtype) if bitcast else self.x.to(dtype))
@@ -73,6 +79,12 @@ class Pointer:
     def __init__(self, flat: torch.Tensor, places: Any = 0) -> None:
         self.flat, self.places = flat, places
         self.dtype = types.SimpleNamespace(element_ty=flat.dtype)
+
+    @staticmethod
+    def where(condition: torch.Tensor, x: "Pointer", y: "Pointer") -> "Pointer":
+        """Return the addresses of x or y, element by element, in one tensor of both memories; for loads."""
+        places = torch.where(condition, x.places, torch.as_tensor(y.places) + x.flat.numel())
+        return Pointer(torch.cat((x.flat, y.flat)), places)
 
     @staticmethod
     def to(x: torch.Tensor) -> "Pointer":
@@ -169,13 +181,21 @@ class _Barriers:
 
     @staticmethod
     def arrive(barrier: Barrier, count: int) -> None:
+        _delay()
         barrier.change(count)
 
     @staticmethod
     def wait(barrier: Barrier, parity: Any) -> None:
+        _delay()
         with barrier.changed:
             done = barrier.changed.wait_for(lambda: barrier.phase % 2 != int(parity), SECONDS)
             assert done, "a barrier that is waited for does not complete"
+
+
+def _delay() -> None:
+    if DELAYS:
+        # mostly short: other threads then do much between two of a partition's steps
+        time.sleep(DELAYS.get(_here.partition, 0.0) * random.random() ** 4)
 
 
 def _tma_load(descriptor: Descriptor, corner: list[Any], barrier: Barrier, shared: Shared) -> None:
@@ -196,9 +216,36 @@ def _warpgroup_mma(a: Any, b: Shared, acc: Value, use_acc: bool = True, is_async
     return Value(product + acc.x if use_acc else product)
 
 
-def _mma_v2(a: Value, b: Value, acc: Value) -> Value:
-    assert a.dtype == b.dtype and a.x.element_size() == 2
+def _mma_v2(a: Value, b: Value, acc: Value, input_precision: str | None = None) -> Value:
+    assert a.dtype == b.dtype
+    if input_precision == "tf32":
+        # a tensor core drops the last 13 bits
+        a, b = (
+            (x.to(torch.int32, bitcast=True) & 0xFFFFE000).to(torch.float32, bitcast=True) for x in (a, b)
+        )
+    else:
+        assert a.x.element_size() == 2
     return Value(a.x.float() @ b.x.float() + acc.x)
+
+
+def _cp_async(shared: Shared, pointer: Pointer, mask: Value) -> None:
+    # it may land at any time from now on, until the lanes that issued it arrive at a barrier
+    _fill(shared.x)
+    vars(_here).setdefault("copies", []).append((shared, pointer, mask))
+
+
+def _cp_async_arrive(barrier: Barrier, increment_count: bool) -> None:
+    assert not increment_count
+    _delay()
+    _cp_async_wait(0)
+    barrier.change(32 * _here.warps)
+    _delay()
+
+
+def _cp_async_wait(pending: int) -> None:
+    assert pending == 0
+    for shared, pointer, mask in vars(_here).pop("copies", ()):
+        shared.store(_load(pointer, mask))
 
 
 def _store(pointer: Pointer, value: Any, mask: Value | None = None) -> None:
@@ -211,13 +258,19 @@ def _load(pointer: Pointer, mask: Value | None = None, other: float = 0.0) -> Va
     places = torch.as_tensor(pointer.places)
     if mask is None:
         return Value(pointer.flat[places].clone())
-    x = pointer.flat[torch.where(mask.x, places, 0)]
-    return Value(torch.where(mask.x, x, torch.as_tensor(other, dtype=x.dtype)))
+    chosen = mask.x.expand(torch.broadcast_shapes(mask.x.shape, places.shape))
+    x = pointer.flat[torch.where(chosen, places, 0)]
+    return Value(torch.where(chosen, x, torch.as_tensor(other, dtype=x.dtype)))
 
 
-def _atomic_add(pointer: Pointer, value: int, sem: str) -> Value:
-    before = _load(pointer)
-    pointer.flat[torch.as_tensor(pointer.places)] += value
+def _atomic_add(pointer: Pointer, value: Any, sem: str, mask: Value | None = None) -> Value:
+    """Add to chosen addresses, at most one of them, and return what was there; -1 in other lanes."""
+    with _atomics:
+        before = _load(pointer, mask, other=-1)
+        places, value = torch.broadcast_tensors(*map(torch.as_tensor, (pointer.places, _plain(value))))
+        chosen = torch.ones_like(places, dtype=torch.bool) if mask is None else mask.x
+        assert chosen.sum() <= 1
+        pointer.flat[places[chosen]] += value[chosen].to(pointer.flat.dtype)
     return before
 
 
@@ -225,20 +278,28 @@ def _allocate(dtype: Any, shape: list[Any], layout: Any) -> Any:
     shape = [int(n) for n in shape]
     if layout == "barrier":
         return Barriers(shape[0])
-    return Shared(torch.full(shape, float("nan") if dtype.is_floating_point else -1, dtype=dtype))
+    return Shared(_fill(torch.empty(shape, dtype=dtype)))
+
+
+def _fill(x: torch.Tensor) -> torch.Tensor:
+    """Write what no kernel should read."""
+    return x.fill_(float("nan") if x.dtype.is_floating_point else -1)
 
 
 def _warp_specialize(partitions: Any, warps: Any, registers: Any) -> None:
     errors, here = [], dict(vars(_here))
 
-    def go(function: Callable[..., None], arguments: tuple[Any, ...]) -> None:
-        vars(_here).update(here)
+    def go(function: Callable[..., None], arguments: tuple[Any, ...], warps: int, partition: int) -> None:
+        vars(_here).update(here, warps=warps, partition=partition)
         try:
             function(*arguments)
         except BaseException as e:
             errors.append(e)
 
-    threads = [threading.Thread(target=go, args=partition) for partition in partitions]
+    threads = [
+        threading.Thread(target=go, args=(*partition, count, i))
+        for i, (partition, count) in enumerate(zip(partitions, (_here.warps, *warps), strict=True))
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -250,7 +311,7 @@ def _warp_specialize(partitions: Any, warps: Any, registers: Any) -> None:
 class _Language:
     bfloat16, float16, float32, float64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
     # masks of 32 bits are signed integers here
-    int32, int64, uint32 = torch.int32, torch.int64, torch.int32
+    int1, int32, int64, uint32 = torch.bool, torch.int32, torch.int64, torch.int32
     constexpr = gl.constexpr
     SliceLayout = staticmethod(lambda dim, parent: "layout")
     program_id = staticmethod(lambda axis: Value(_here.program))
@@ -286,7 +347,11 @@ class _Language:
     associative_scan = staticmethod(lambda x, axis, added: Value(x.x.cumsum(axis)))
     load = staticmethod(_load)
     atomic_add = staticmethod(_atomic_add)
-    full = staticmethod(lambda shape, x, dtype, layout: Value(torch.full(shape, int(x), dtype=dtype)))
+    full = staticmethod(
+        lambda shape, x, dtype, layout: Value(torch.as_tensor(_plain(x)).to(dtype).expand(tuple(shape)))
+    )
+    num_warps = staticmethod(lambda: _here.warps)
+    broadcast = staticmethod(lambda x, y: tuple(map(Value, torch.broadcast_tensors(x.x, y.x))))
     store = staticmethod(_store)
     allocate_shared_memory = staticmethod(_allocate)
     warp_specialize = staticmethod(_warp_specialize)
@@ -296,8 +361,11 @@ class _Language:
         assert condition
 
     @staticmethod
-    def where(condition: Value, x: Any, y: Any) -> Value:
-        return Value(torch.where(condition.x, _plain(x), _plain(y)))
+    def where(condition: Any, x: Any, y: Any) -> Any:
+        condition = torch.as_tensor(_plain(condition))
+        if isinstance(x, Pointer):
+            return Pointer.where(condition, x, y)
+        return Value(torch.where(condition, _plain(x), _plain(y)))
 
 
 STANDINS: dict[str, Any] = {
@@ -305,13 +373,15 @@ STANDINS: dict[str, Any] = {
     "tma_store_wait": lambda pending: None, "fence_async_shared": lambda: None,
     "gdc_launch_dependents": lambda: None, "gdc_wait": lambda: None,
     "warpgroup_mma": _warpgroup_mma, "mma_v2": _mma_v2,
+    "cp_async": _cp_async, "cp_async_arrive": _cp_async_arrive, "cp_async_commit": lambda: None,
+    "cp_async_wait": _cp_async_wait,
     "recast": lambda shared, dtype, shape, layout: Shared(shared.x.view(dtype).view([int(n) for n in shape])),
     "barrier": lambda: None, "opaque": lambda x: x, "widen_bf16": lambda x: x.to(torch.float32),
     "warpgroup_mma_wait": lambda pending, deps: deps[0] if len(deps) == 1 else deps,
 }  # fmt: skip
 
 
-def simulate(kernel: JITFunction[Any], grid: int, *arguments: Any) -> None:
+def simulate(kernel: JITFunction[Any], grid: int, *arguments: Any, num_warps: int = 4) -> None:
     """Run a kernel's CTAs one after the other; tensors are passed as pointers."""
     bound: dict[int, Any] = {}
 
@@ -340,6 +410,6 @@ def simulate(kernel: JITFunction[Any], grid: int, *arguments: Any) -> None:
         return bound[id(struct)]
 
     given = [Pointer.to(x) if isinstance(x, torch.Tensor) else x for x in arguments]
-    _here.programs = grid
+    _here.programs, _here.warps = grid, num_warps
     for _here.program in range(grid):
         bind(kernel)(*given)

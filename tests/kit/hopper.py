@@ -15,7 +15,7 @@ from gdn.backends.triton.launch import Launch, LaunchSequence, PlanCache, ready
 from gdn.problem import parse
 from gdn.testing import Case, accuracy, inputs, packed, rows
 from kit import api
-from kit.gluon_simulator import Descriptor, simulate
+from kit.gluon_simulator import Descriptor, Value, simulate
 
 BASE = Case(sizes=(128, 128), heads=(1, 2), state="wide")
 
@@ -94,8 +94,10 @@ class Simulated(Launch):
         described = [
             None if x is None else Descriptor(x.base, x.block_shape) for x in tensors[: self.num_descriptors]
         ]
-        rest = (*tensors[self.num_descriptors :], *self.scalars, *self.constants.values())
-        simulate(self.kernel, self.grid, *described, *rest)
+        # a binary has scalars in registers: they are no Python numbers in a kernel
+        scalars = (None if x is None else Value(x) for x in self.scalars)
+        rest = (*tensors[self.num_descriptors :], *scalars, *self.constants.values())
+        simulate(self.kernel, self.grid, *described, *rest, num_warps=self.num_warps)
 
 
 def simulate_launches(monkeypatch):

@@ -19,6 +19,7 @@ class _Trace:
     ahead: dict[str, int] = field(default_factory=dict)  # allocation -> loads into it before its loop
     # MMAs in flight: result, allocations that they read, iterations since their start
     running: list[tuple[str, set[str], int]] = field(default_factory=list)
+    captured: list[str] = field(default_factory=list)  # what partitions of warps take as arguments
     found: list[str] = field(default_factory=list)
 
     def lines(self, lines: list[str], depth: int = 0) -> None:
@@ -39,7 +40,12 @@ class _Trace:
     def _line(self, line: str, depth: int) -> None:
         result, _, body = line.partition(" = ")
         result, names = result.split(":")[0], re.findall(r"%[\w#]+", body)
-        if body.startswith("ttg.local_alloc"):
+        if line.startswith("ttg.warp_specialize("):
+            self.captured = re.findall(r"%[\w#]+", line.split(")")[0])
+        elif re.match(r"partition\d+\(", line):
+            # all partitions of a kernel have arguments of the same names
+            self.sources |= zip(re.findall(r"(%\w+):", line), self.captured, strict=True)
+        elif body.startswith("ttg.local_alloc"):
             count = re.search(r"memdesc<(\d+)x\d+x\d+x", body)
             self.buffers[result], self.ahead[result] = (int(count[1]) if count else 1, depth), 0
         elif body.startswith(_VIEWS):

@@ -16,6 +16,7 @@ import gdn
 from gdn.backends.triton import BACKEND as TRITON
 from gdn.ops.conv import convolve_and_split
 from gdn.problem import Problem, parse
+from gdn.problem.history import parse_history
 from gdn.problem.layer import NormProblem
 from gdn.problem.propagate import PropagateProblem, RunStep
 from gdn.testing import Case, inputs, packed, rows
@@ -334,6 +335,33 @@ def history(
     def call() -> None:
         api.decode_with_history(**x, pool=pool, read_index=rows, **options, **drafts, use_history=True)
         api.fold_history(pool, rows, **options, **drafts)
+
+    return call
+
+
+def hopper_history(pool_dtype: torch.dtype, gates: str, is_normalised: bool) -> Callable[[], Any]:
+    """Return a step of `hopper` that appends to histories, on slots; gates: raw, given or absent."""
+    rows, D = 256, 128
+    pool = gdn.allocate_history_pool(
+        rows, num_k_heads=2, num_v_heads=4, head_k_dim=D, head_v_dim=D, state_dtype=pool_dtype,
+        state_v_first=True,
+    )  # fmt: skip
+    x = rows_of(rows, 1, K=D, V=D, dtype=BF16, raw=gates == "raw")
+    if gates == "absent":
+        x = {name: x[name] for name in ("q", "k", "v")}
+    absent = ("g", "beta", "a", "b", "A_log", "dt_bias", "scale", "lower_bound", "cu_seqlens", "max_seqlen")
+    absent += ("num_accepted", "null_slot", "out")
+    problem = parse_history(
+        **dict.fromkeys(absent) | x | vars(pool), read_index=slots(rows), state_v_first=True,
+        use_qk_l2norm_in_kernel=is_normalised, allow_neg_eigval=gates == "raw", use_history=True,
+        backend="hopper",
+    )  # fmt: skip
+
+    def call() -> None:
+        from gdn.backends.hopper.serving.history import plan_append
+        from gdn.backends.triton.serving.history import decode_with_history
+
+        decode_with_history(problem, plan_append)
 
     return call
 
@@ -870,6 +898,12 @@ OTHERS = {
     "history int8 alone": (history, (256, 1, 128, BF16, INT8, 16, True, False, False, False), TUNED),
     "history int8 64": (history, (256, 1, 64, BF16, INT8, 16, True, False), WITHOUT_TCGEN05),
     "history int8 of drafts, K first": (history, (3, 4, 64, BF16, INT8, 20, False, True), TUNED),
+    "hopper history": (hopper_history, (FP32, "raw", True), TUNED),
+    "hopper history bf16": (hopper_history, (BF16, "raw", True), TUNED),
+    "hopper history, given gates": (hopper_history, (FP32, "given", False), TUNED),
+    "hopper history bf16, given gates": (hopper_history, (BF16, "given", False), TUNED),
+    "hopper history, no gates": (hopper_history, (FP32, "absent", True), TUNED),
+    "hopper history bf16, no gates": (hopper_history, (BF16, "absent", False), TUNED),
     "history of channels": (history, (80, 1, 128, BF16, FP32, 16, True, False, True), TUNED),
     "history of channels, int8": (history, (3, 4, 64, BF16, INT8, 20, False, True, True), TUNED),
     "replay of channels": (replay, (80, 4, 128, 128, BF16, FP32, BF16, True, False, True), TUNED),

@@ -6,7 +6,7 @@ import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonJITFunction
-from triton.experimental.gluon.language.nvidia.ampere import mma_v2
+from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
@@ -22,6 +22,10 @@ from gdn.backends.triton.launch.kernels import Unread, defer, scalar_names
 
 __all__ = [
     "barrier",
+    "cp_async",
+    "cp_async_arrive",
+    "cp_async_commit",
+    "cp_async_wait",
     "fence_async_shared",
     "gdc_launch_dependents",
     "gdc_wait",
@@ -47,6 +51,11 @@ barrier: Any = getattr(gl, "barrier", None) or gl.thread_barrier
 recast: Any = (
     getattr(gl.shared_memory_descriptor, "reinterpret", None) or gl.shared_memory_descriptor._reinterpret
 )
+# cp.async from HBM to shared memory: async_load since 3.8; the old name raises in 3.9
+cp_async: Any = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
+cp_async_arrive: Any = async_copy.mbarrier_arrive
+cp_async_commit: Any = async_copy.commit_group
+cp_async_wait: Any = async_copy.wait_group
 # TMA between HBM and shared memory: async_load and async_store since 3.8; the old names raise in 3.9
 tma_load: Any = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 tma_store: Any = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global

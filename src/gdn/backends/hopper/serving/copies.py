@@ -7,9 +7,8 @@ What is masked becomes zero in shared memory.
 # structs and tensors
 # mypy: disable-error-code="attr-defined"
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
-from gdn.backends.hopper.gluon import jit
+from gdn.backends.hopper.gluon import cp_async, cp_async_arrive, cp_async_commit, cp_async_wait, jit
 from gdn.backends.hopper.scan.scheduler import stage_and_phase
 from gdn.backends.hopper.serving.items import (
     COPIERS,
@@ -51,8 +50,8 @@ def run_copies(tensors, sizes, shared, config):
         slot = load_slot(then.number + 2 * step, tensors, sizes)
         now, then = then, later
     # no copy may be under way when a CTA exits
-    async_copy.commit_group()
-    async_copy.wait_group(0)
+    cp_async_commit()
+    cp_async_wait(0)
 
 
 @jit
@@ -68,7 +67,7 @@ def copy_token(item, turn, tensors, sizes, shared):
     k_at = tensors.k.at(item.row, key_head, UNIT) + zero
     is_token = gl.full([ROWS, D], True, gl.int1, LINES) & item.has_slot
     x_at = gl.where((row < HALF)[:, None], q_at, k_at)
-    async_copy.async_copy_global_to_shared(shared.x.index(at), x_at, mask=is_token)
+    cp_async(shared.x.index(at), x_at, mask=is_token)
     place = gl.arange(0, PLACES, gl.SliceLayout(1, LINES))
     is_used = is_token & (place < used)[:, None]
     place = ring_place(place, first, sizes)
@@ -77,12 +76,12 @@ def copy_token(item, turn, tensors, sizes, shared):
     u_at = u_ptr + ((place * (u.place * UNIT).to(gl.int32))[:, None] + element[None, :])
     past_ptr = past_k.ptr + (item.slot * past_k.slot + key_head * past_k.head) * UNIT
     past_at = past_ptr + ((place * (past_k.place * UNIT).to(gl.int32))[:, None] + element[None, :])
-    async_copy.async_copy_global_to_shared(shared.u.index(at), u_at, mask=is_used)
-    async_copy.async_copy_global_to_shared(shared.k.index(at), past_at, mask=is_used)
+    cp_async(shared.u.index(at), u_at, mask=is_used)
+    cp_async(shared.k.index(at), past_at, mask=is_used)
     column = gl.arange(0, D, LINE)
     v_at = tensors.v.at(item.row, item.head, UNIT) + column
-    async_copy.async_copy_global_to_shared(shared.v.index(at), v_at, mask=(column < D) & item.has_slot)
-    async_copy.mbarrier_arrive(shared.arrived.index(at), increment_count=False)
+    cp_async(shared.v.index(at), v_at, mask=(column < D) & item.has_slot)
+    cp_async_arrive(shared.arrived.index(at), increment_count=False)
 
 
 @jit
@@ -96,5 +95,5 @@ def copy_state(item, turn, tensors, shared, config):
     key = gl.arange(0, D, gl.SliceLayout(0, TILE))
     S_at = tensors.state.at(item.slot, item.head, UNIT) + (column[:, None] * D + key[None, :])
     has_state = gl.full([D, D], True, gl.int1, TILE) & item.has_slot
-    async_copy.async_copy_global_to_shared(shared.S.index(stage), S_at, mask=has_state)
-    async_copy.mbarrier_arrive(shared.full.index(stage), increment_count=False)
+    cp_async(shared.S.index(stage), S_at, mask=has_state)
+    cp_async_arrive(shared.full.index(stage), increment_count=False)

@@ -143,6 +143,8 @@ def plan_append(
         other.constants[name] == value
         for name, value in {"AXIS": "k", "LINE": D.value, "DENSE": True, "NEAR": True}.items()
     )
+    # the kernel's offsets of heads have 32 bits
+    has_layout = has_layout and p.HV * p.state.stride(1) < 2**31 * UNIT.value
     units = {other.constants[name] for name in ("UNIT", "STATE_UNIT", "PAST_UNIT")}
     if lacks(p) or not has_layout or units != {UNIT.value} or states < FILLED * gpu.num_sms:
         return other

@@ -1,6 +1,7 @@
 """Compute what the outputs of an item need beside the state, and append k and G of its token.
 
-    X = [q; k];   X k^T has <q, k> and the squared norms;   scores = X k_j^T e^(G - G_j) of the places j
+    X = [q; k];   X X^T has <q, k> and the squared norms
+    scores = X k_j^T e^(G - G_j) of the history's places j
 
 Scores are split into hi + lo of bf16, as `add_history` of `triton.serving` splits them.
 """
@@ -50,7 +51,7 @@ ONE_ELEMENT = gl.constexpr(gl.BlockedLayout([1, 1], [1, 32], [1, 1], [1, 0]))
 
 @struct
 class Loaded:
-    """Hold what was loaded for an item's scores, an item earlier: gates, k, G of its history."""
+    """Hold what was loaded for an item's scores, an item earlier: gates, k, G of the history and its end."""
 
     g: Any
     beta: Any
@@ -133,11 +134,12 @@ def compute_scores(item, loaded, turn, tensors, sizes, shared, gram, config):
     still = gl.exp(high)
     old_high, old_low = split_fp64(loaded.G)
     mbarrier.wait(shared.arrived.index(at), phase)
-    # Count the item: the warps that copy have used its cursor, too. The result is not needed before the end
+    # Count the item now: this warp has used the cursor, and so have those that copied the token. Earlier, the
+    # last item of a row could store the cursor before they load it. The count is not needed before the end
     lane = gl.arange(0, 32, ONE_WARP)
     cursor_at = tensors.cursor_ptr + item.slot * tensors.cursor_slot + lane * 0
     done = gl.atomic_add(cursor_at + 2, lane * 0 + 1, mask=(lane == 0) & item.has_slot, sem="relaxed")
-    # the fields and scores of this stage's last item have been read
+    # the item that had the stage before has been read
     shared.wait_until_empty(turn)
     x_s = shared.x.index(at)
     x = x_s.load(LEFT)
