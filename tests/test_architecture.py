@@ -3,9 +3,9 @@
 import ast
 import builtins
 import dis
+import functools
 import subprocess
 import sys
-import functools
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
