@@ -715,5 +715,123 @@ def test_large_batches_agree_with_decode(state):
     assert not bool((x.cursor[:, 1] == 0).any()), "appended by itself"
 
 
+def make_steps(rows, state, is_step, device):
+    """Return a function that draws a call's arguments, and a pool, at 16/32 heads of 128 x 128.
+
+    Slots have histories of any length, in rings that wrap. Each call has other slots; some rows have none.
+    """
+    H, HV, D, places, slots = 16, 32, 128, 16, rows + 8
+    with torch.device(device):
+        x = gdn.allocate_history_pool(
+            slots, num_k_heads=H, num_v_heads=HV, head_k_dim=D, head_v_dim=D, places=places,
+            state_dtype=state, state_v_first=True,
+        )  # fmt: skip
+        x.state.normal_().div_(12)
+        x.history_u.normal_().div_(4)
+        x.history_k.normal_()
+        x.cursor[:, 0], x.cursor[:, 1] = torch.arange(slots) % places, 5 * torch.arange(slots) % places
+        # sums of g in the order of the tokens
+        token = (torch.arange(places) - x.cursor[:, :1]) % places
+        x.history_G.copy_(-token[:, :, None] / 16.0)
+        layer, options = step_of(rows, H, HV, D, D, 4, BF16, slots=slots) if is_step else ({}, {})
+        layer.pop("state", None)
+
+    def draw():
+        with torch.device(device):
+            index = torch.randperm(slots)[:rows].int()
+            index[::7], index[3::11] = -1, slots
+            if not is_step:
+                return inputs(rows, 1, H, HV, D, D, BF16, raw=True) | {"read_index": index}
+            fresh = {name: torch.randn_like(layer[name]) for name in ("mixed_qkv", "a", "b")}
+            windows = torch.randn_like(layer["conv_state"])
+            return layer | options | fresh | {"conv_state": windows, "read_index": index}
+
+    return draw, x
+
+
+def call(x, given, backend):
+    """Run one token of each row, or a layer's whole step on windows of its own."""
+    if "conv_state" in given:
+        given = given | {"conv_state": given["conv_state"].clone()}
+        return api.decode_step(**given, state=x, use_history=True, backend=backend)
+    return api.decode_with_history(**given, pool=x, use_history=True, backend=backend)
+
+
+def check_same_bits(first, second, rows, state, steps, is_step, device):
+    """Demand the same bits of outputs and pools of two backends after each of some steps."""
+    draw, x = make_steps(rows, state, is_step, device)
+    y = on(x, device)
+    for n in range(steps):
+        given = draw()
+        assert equal_bits(call(x, given, first), call(y, given, second)), n
+        assert all(map(equal_bits, x.tensors(), y.tensors())), n
+    assert not x.cursor[:, 2].any()
+
+
+def check_graph(first, second, rows, state, replays, graph_of):
+    """Demand the bits of a second backend's calls from a captured call of the first one, at each replay."""
+    draw, x = make_steps(rows, state, False, "cuda")
+    y, given = on(x, "cuda"), draw()
+    call(on(x, "cuda"), given, first)
+    replay, o = graph_of(lambda: call(x, given, first))
+    for n in range(replays):
+        for name, value in draw().items():
+            given[name].copy_(value)
+        replay()
+        assert equal_bits(o(), call(y, given, second)), n
+        assert all(map(equal_bits, x.tensors(), y.tensors())), n
+
+
+def equal_bits(x, y):
+    """Compare as `same_bits`, on the device."""
+    kind = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()]
+    return torch.equal(x.view(kind), y.view(kind))
+
+
+def captured(function):
+    """Return the replay of a function's CUDA graph, and a function that returns its output."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        o = function()
+    return graph.replay, lambda: o
+
+
+def kernels_launched(plans):
+    """Return the names of the kernels in a cache of plans."""
+    all_launches = [getattr(plan, "launches", None) or [plan.launch] for plan in plans.plans.values()]
+    return {one.kernel.fn.__name__ for some in all_launches for one in some}
+
+
+on_hopper = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="expected sm_90"
+)
+
+
+@pytest.mark.gpu
+@on_hopper
+@pytest.mark.parametrize("is_step", [False, True], ids=["decode_with_history", "decode_step"])
+@pytest.mark.parametrize("state", [F32, BF16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("rows", [40, 300])
+def test_hopper_has_the_bits_of_triton(monkeypatch, rows, state, is_step):
+    """The persistent kernel has the bits of Triton's over 40 steps, with folds of some rows in each."""
+    from gdn.backends.triton.launch import PlanCache
+    from gdn.backends.triton.serving import history, step
+    from gdn.ops import fastpath
+
+    plans = PlanCache()
+    monkeypatch.setattr(step if is_step else history, "_plans", plans)
+    monkeypatch.setattr(fastpath, "_calls", {})
+    check_same_bits("hopper", "triton", rows, state, 40, is_step, "cuda")
+    assert {"decode_with_history_kernel", "history_kernel"} <= kernels_launched(plans)
+
+
+@pytest.mark.gpu
+@on_hopper
+@pytest.mark.parametrize("state", [F32, BF16], ids=["fp32", "bf16"])
+def test_a_graph_on_hopper_has_the_bits_of_triton(state):
+    """A captured step, replayed 100 times on other tokens and slots, has the bits of Triton's calls."""
+    check_graph("hopper", "triton", 64, state, 100, captured)
+
+
 def test_examples_run():
     assert doctest.testmod(gdn.ops.history).failed == 0

@@ -84,7 +84,7 @@ def decode_step(
             must not have one slot.
     Bits:   the result of each stage is rounded to the dtype of mixed_qkv, as in the three functions. The bits
             are those of the three functions on the same backend, except that a fused norm in `triton` may sum
-            in another order.
+            in another order. With a HistoryPool `hopper` has the bits of `triton`.
     Raises: as `decode`; ValueError if a gradient is required. No tensor has been modified then.
     Cost:   that of the three functions; on a GPU in fewer launches where that is faster (`gdn bench step`).
     Source: arXiv:2412.06464, section 3.4.

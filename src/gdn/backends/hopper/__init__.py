@@ -1,8 +1,8 @@
 """Replace the Triton kernels of the chunked forward on sm_90 by Gluon kernels: bf16, K = V = 128 or 64.
 
 `select` chooses this backend where the cost model predicts that it is faster, or where the caller names it.
-Its backward follows the forward of any backend. Every other problem is refused. docs/design/hopper.md
-describes the kernels.
+Its backward follows the forward of any backend. It also decodes one token with a history, with the bits of
+`triton`. Every other problem is refused. docs/design/hopper.md describes the kernels.
 This file imports no Triton, so that a CPU user does not need it. Files in reading order:
 
     cost         predict the time of a forward: which backend, which segments, how many consumer warpgroups
