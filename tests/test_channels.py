@@ -433,6 +433,7 @@ MAY_ASK = {
     "backends/eager/replay.py",
     "backends/eager/rule.py",
     "backends/hopper/__init__.py",
+    "backends/hopper/serving/history.py",
     "backends/triton/__init__.py",
     "backends/triton/layer/gate.py",
     "backends/triton/rule/build.py",

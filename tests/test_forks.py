@@ -1,11 +1,15 @@
 """Test the server that starts Python processes for tests: each is as fresh as one of `subprocess`."""
 
+import functools
 import signal
 import subprocess
 import sys
+import sysconfig
 
 import pytest
 from kit import forks
+
+PACKAGES = sysconfig.get_path("purelib")
 
 SHOW = """
 import os, sys
@@ -24,7 +28,12 @@ def test_a_process_has_its_own_arguments_environment_and_folder(tmp_path, monkey
 
 
 @pytest.mark.parametrize("how", ["-m", "script"])
-def test_the_search_path_is_that_of_an_interpreter(tmp_path, monkeypatch, how):
+@pytest.mark.parametrize("first", ["", PACKAGES])
+def test_the_search_path_is_that_of_an_interpreter(tmp_path, monkeypatch, how, first):
+    """Whatever the search path of the test that started the server: of a folder that is on it anyway, too."""
+    monkeypatch.setenv("PYTHONPATH", first)
+    monkeypatch.setattr(forks, "_server", functools.cache(forks._server.__wrapped__))
+    forks.python("-c", "pass")
     (tmp_path / "folder").mkdir()
     (tmp_path / "shown.py").write_text(
         "import sys\nif __name__ == '__main__':\n    print(sys.path, sys.argv)\n"

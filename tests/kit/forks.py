@@ -22,14 +22,15 @@ from kit import processes
 
 # the child returns from `fork_tasks` and runs at the top level, so that the interpreter ends as always
 SERVER = """
-import faulthandler, json, os, runpy, sys, types
+import faulthandler, json, os, runpy, subprocess, sys, types
 import torch
 
 faulthandler.enable()
 
 def fork_tasks():
-    given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-    rest = [x for x in sys.path[1:] if x not in given]
+    # of an interpreter without PYTHONPATH: this one has a folder of both once
+    code = "import json, sys; print(json.dumps(sys.path[1:]))"
+    rest = json.loads(subprocess.run([sys.executable, "-E", "-c", code], capture_output=True).stdout)
     replies = os.fdopen(int(sys.argv[1]), "w")
     for line in sys.stdin:
         task = json.loads(line)
@@ -51,7 +52,8 @@ def fork_tasks():
         named = first in ("-c", "-m")
         lead = "" if first == "-c" else os.getcwd() if named else os.path.dirname(os.path.abspath(first))
         path = filter(None, task["env"].get("PYTHONPATH", "").split(os.pathsep))
-        sys.path[:] = [lead, *map(os.path.abspath, path), *rest]
+        # a folder of both is there once, as in an interpreter
+        sys.path[:] = [lead, *dict.fromkeys([*map(os.path.abspath, path), *rest])]
         sys.argv[:] = [first, *arguments[named:]]
         return first, arguments[0] if named else first
     os._exit(0)
