@@ -120,9 +120,9 @@ def lacks(p: HistoryProblem) -> str | None:
         return "expected one token a row and no drafts"
     if p.K != D or p.V != D or p.is_per_channel:
         return f"expected K = V = {D.value} and a decay per head"
-    if any(x.dtype != torch.bfloat16 for x in tokens) or p.state.element_size() not in CTAS:
-        return "expected tokens and histories in bf16, states in bf16 or fp32"
-    if not p.state.is_floating_point() or p.state.dtype == torch.float16 or p.remainder is not None:
+    if any(x.dtype != torch.bfloat16 for x in tokens):
+        return "expected tokens and histories in bf16"
+    if p.state.dtype not in (torch.bfloat16, torch.float32):
         return f"expected states in bf16 or fp32, got {p.state.dtype}"
     if p.places > PLACES:
         return f"expected histories of at most {PLACES.value} places, got {p.places}"
