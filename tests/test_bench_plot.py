@@ -134,7 +134,7 @@ def test_the_table_of_the_readme_names_losses_in_bold():
 def test_a_history_that_is_not_chosen_is_no_problem_of_the_readme():
     """On one row `decode_with_history` appends only where the caller asks for it; on 64 it does by itself."""
     timing = timed(workloads.PREFILL[6], 1.0, ratio={"flashinfer": 0.5}) | {"pass": "spec"}
-    rows = [timing | {"case": f"B={B} T=1 fp32 history"} for B in (1, 8, 64)]
+    rows = [timing | {"case": f"B={B} T=1 fp32 history", "N": B, "HV": 32} for B in (1, 8, 64)]
     (line,) = [x for x in summary.readme([Results("h200", rows)]).splitlines() if "speculation" in x]
     assert "| 1 |" in line and "**1 of 1: B=64 T=1 fp32 history**" in line
 

@@ -2,6 +2,8 @@
 
 from collections.abc import Iterable, Sequence
 
+from gdn.backends import hopper
+from gdn_bench.problems.packets import HISTORY
 from gdn_bench.providers.names import title_of
 from gdn_bench.results.pages import Results, machine, spread, version
 from gdn_bench.results.rows import Row
@@ -24,7 +26,6 @@ JOBS = {
 }
 COLUMNS = ("job", "problems", "best peer", "best peer's time / gdn's", "gdn is slower in")
 MOST_NAMED = 3  # slower problems that a cell names
-APPENDS_FROM = 32  # rows of 32 heads from which a call appends to histories by itself
 
 
 def readme(results: Iterable[Results]) -> str:
@@ -50,8 +51,8 @@ def _compared(one: Results, name: str) -> list[Row]:
 
 def _is_chosen(row: Row) -> bool:
     """Return False for a history on so few rows that only a caller who asks for it gets it."""
-    words = str(row["case"]).split(" ")
-    return words[-1] != "history" or int(words[0].removeprefix("B=")) >= APPENDS_FROM
+    is_history = str(row["case"]).endswith(f" {HISTORY}")
+    return not is_history or int(row["N"]) * int(row["HV"]) >= hopper.APPENDS_FROM
 
 
 def _best(row: Row) -> float:

@@ -71,17 +71,21 @@ def copy_token(item, turn, tensors, sizes, shared):
     place = gl.arange(0, PLACES, gl.SliceLayout(1, LINES))
     is_used = is_token & (place < used)[:, None]
     place = ring_place(place, first, sizes)
-    u, past_k = tensors.u, tensors.past_k
-    u_ptr = u.ptr + (item.slot * u.slot + item.head * u.head) * UNIT
-    u_at = u_ptr + ((place * (u.place * UNIT).to(gl.int32))[:, None] + element[None, :])
-    past_ptr = past_k.ptr + (item.slot * past_k.slot + key_head * past_k.head) * UNIT
-    past_at = past_ptr + ((place * (past_k.place * UNIT).to(gl.int32))[:, None] + element[None, :])
+    u_at = places_at(tensors.u, item.slot, item.head, place, element)
+    past_at = places_at(tensors.past_k, item.slot, key_head, place, element)
     cp_async(shared.u.index(at), u_at, mask=is_used)
     cp_async(shared.k.index(at), past_at, mask=is_used)
     column = gl.arange(0, D, LINE)
     v_at = tensors.v.at(item.row, item.head, UNIT) + column
     cp_async(shared.v.index(at), v_at, mask=(column < D) & item.has_slot)
     cp_async_arrive(shared.arrived.index(at), increment_count=False)
+
+
+@jit
+def places_at(past, slot, head, place, element):
+    """Return pointers to the places [places, elements] of a slot and head; a slot's offsets have 32 bits."""
+    places = (place * (past.place * UNIT).to(gl.int32))[:, None]
+    return past.at(slot, head, UNIT) + (places + element[None, :])
 
 
 @jit

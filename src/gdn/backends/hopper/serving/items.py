@@ -61,6 +61,11 @@ class Past:
     place: Any
     head: Any
 
+    @jit
+    def at(self, slot, head, SCALE: gl.constexpr):
+        """Return the pointer to a slot and head; strides are in SCALE elements."""
+        return self.ptr + (slot * self.slot + head * self.head) * SCALE
+
 
 @struct
 class Tensors:

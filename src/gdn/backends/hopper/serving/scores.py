@@ -85,7 +85,7 @@ def load_rest(item, tensors, sizes):
     key = gl.arange(0, D, KEYS)
     k = gl.load(tensors.k.at(item.row, key_head, UNIT) + key, mask=(key < D) & item.has_slot, other=0.0)
     G = tensors.G
-    G_ptr = G.ptr + (item.slot * G.slot + item.head * G.head)
+    G_ptr = G.at(item.slot, item.head, 1)
     token = gl.arange(0, PLACES, gl.SliceLayout(0, SMALL))
     G_at = G_ptr + ring_place(token, first, sizes).to(gl.int64) * G.place
     G_past = gl.load(G_at, mask=(token < used) & item.has_slot, other=0.0).to(gl.float64)
