@@ -1,0 +1,85 @@
+"""Run the Hopper kernel of one token on a history under compute-sanitizer, and 200 times with equal bits.
+
+    PYTHONPATH=src python docs/lab/2026-11-28-history-sanitizer.py problems      (compiles)
+    PYTHONPATH=src compute-sanitizer --tool racecheck --print-limit 9999 python ... problems
+    PYTHONPATH=src python docs/lab/2026-11-28-history-sanitizer.py reruns [COUNT]
+
+problems: 48 rows of 32 value heads, so that a CTA takes several rows and heads, three steps; some rows have no
+slot, cursors are such that rows fold in each step. States in fp32 and bf16. `count` of
+2026-11-27-training-sanitizer.py prints the races of a log by kernel and pair of lines.
+"""
+
+import sys
+
+import torch
+
+import gdn
+from gdn.backends.triton import launch
+
+ROWS, H, HV, D, PLACES, STEPS = 48, 16, 32, 128, 16, 3
+FORMS = (torch.float32, torch.bfloat16)
+
+
+def make_call(dtype):
+    """Return a call of STEPS steps on a copy of a pool, which returns outputs and the pool's tensors."""
+    torch.manual_seed(0)
+    new = lambda *size: torch.randn(*size, device="cuda", dtype=torch.bfloat16)  # noqa: E731
+    pool = gdn.allocate_history_pool(
+        ROWS, num_k_heads=H, num_v_heads=HV, head_k_dim=D, head_v_dim=D, places=PLACES, room=1,
+        state_dtype=dtype, state_v_first=True, device="cuda",
+    )  # fmt: skip
+    pool.state.copy_(torch.randn(ROWS, HV, D, D, device="cuda") / 12)
+    pool.history_u.copy_(new(*pool.history_u.shape) / 4)
+    pool.history_k.copy_(torch.nn.functional.normalize(new(*pool.history_k.shape), dim=-1))
+    pool.history_G.copy_(-torch.rand(*pool.history_G.shape, device="cuda").double().cumsum(1) / 8)
+    pool.cursor[:, 0] = torch.arange(ROWS) % PLACES
+    pool.cursor[:, 1] = 12 + torch.arange(ROWS) % 4
+    steps = []
+    for step in range(STEPS):
+        slots = torch.randperm(ROWS, device="cuda").int()
+        slots[step::17] = -1
+        x = {"q": new(ROWS, 1, H, D), "k": new(ROWS, 1, H, D), "v": new(ROWS, 1, HV, D)}
+        gates = {"a": new(ROWS, 1, HV), "b": new(ROWS, 1, HV)}
+        gates |= {"A_log": torch.zeros(HV, device="cuda"), "dt_bias": torch.zeros(HV, device="cuda")}
+        steps.append(x | gates | {"read_index": slots})
+
+    def run():
+        held = {n: x.clone() if torch.is_tensor(x) else x for n, x in vars(pool).items()}
+        copy = gdn.HistoryPool(**held)
+        outputs = [
+            gdn.decode_with_history(
+                **x, pool=copy, state_v_first=True, use_qk_l2norm_in_kernel=True, use_history=True,
+                backend="hopper",
+            )
+            for x in steps
+        ]  # fmt: skip
+        return [*outputs, *(x for x in vars(copy).values() if torch.is_tensor(x))]
+
+    return run
+
+
+def problems():
+    for form in FORMS:
+        call = make_call(form)
+        with launch.record_launches([]) as launches:
+            call()
+        names = [getattr(one.kernel, "__name__", str(one.kernel)) for one, _ in launches]
+        call()
+        torch.cuda.synchronize()
+        print(form, *names, flush=True)
+
+
+def reruns(count):
+    for form in FORMS:
+        call = make_call(form)
+        first = [x.view(torch.uint8) for x in call()]
+        same = all(
+            all(torch.equal(x.view(torch.uint8), y) for x, y in zip(call(), first, strict=True))
+            for _ in range(count)
+        )
+        print(form, f"{count} reruns:", "equal bits" if same else "OTHER BITS", flush=True)
+
+
+if __name__ == "__main__":
+    what, *rest = sys.argv[1:]
+    {"problems": problems, "reruns": lambda n="200": reruns(int(n))}[what](*rest)
