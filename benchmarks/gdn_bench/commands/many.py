@@ -42,7 +42,9 @@ class RankOptions:
     tokens: Annotated[int, typer.Option(min=1, help="Tokens of the sequence, in strong scaling.")] = 131072
     local: Annotated[int, typer.Option(min=1, help="Tokens a rank, in weak scaling.")] = 65536
     gate: Annotated[str, typer.Option(help=f"Gates: {', '.join(GATES)}.")] = GATES[0]
-    exchanges: Annotated[str, typer.Option(help="Exchanges of states, in turn.")] = "gather,owner,heads"
+    exchanges: Annotated[
+        str, typer.Option(help="Exchanges, in turn: gather, owner, heads, and nodes of two ranks from 4 on.")
+    ] = "gather,owner,heads"
     names: Annotated[
         str, typer.Option("--providers", help="gdn, and fla: FLA tunes its kernels for minutes.")
     ] = "gdn"
@@ -80,9 +82,14 @@ def ranks(options: RankOptions) -> None:
     if options.tokens % count:
         raise typer.BadParameter(f"tokens: expected a multiple of {count} ranks, got {options.tokens}")
     exchanges = split_words(options.exchanges)
-    if unknown := set(exchanges) - set(scaling.EXCHANGES):
+    names = (*scaling.EXCHANGES, scaling.NODES)
+    if unknown := set(exchanges) - set(names):
         raise typer.BadParameter(
-            f"exchanges: expected some of {', '.join(scaling.EXCHANGES)}, got {', '.join(sorted(unknown))}"
+            f"exchanges: expected some of {', '.join(names)}, got {', '.join(sorted(unknown))}"
+        )
+    if scaling.NODES in exchanges and (count < 4 or count % 2):
+        raise typer.BadParameter(
+            f"exchanges: expected an even number of ranks from 4 on for {scaling.NODES}, got {count}"
         )
     chosen = scaling.Scaling(
         heads, options.size, options.tokens, options.local,
