@@ -8,6 +8,7 @@ import pytest
 pytest.importorskip("matplotlib")
 pytest.importorskip("typer")
 
+from kit import scaling_rows
 from typer.testing import CliRunner
 
 from gdn.cli.app import build_app
@@ -64,7 +65,7 @@ def everything():
                 "dtype": "bfloat16",
             }
             rows.append({**head, "ok": True, "error": 2e-3, "errors": errors, **ABOUT})
-    return rows
+    return rows + scaling_rows.rows_of_ranks(2, ABOUT) + scaling_rows.rows_of_links(2, ABOUT)
 
 
 @pytest.fixture
@@ -326,13 +327,13 @@ def test_only_what_stands_between_the_marks_is_made_anew():
 def test_committed_pages_are_what_the_files_say():
     """A page names the number of rows that it is made from. If this fails, run `gdn bench plot`."""
     page = (measure.ROOT / "docs" / "results.md").read_text()
-    limits = {name: int(count) for count, name in re.findall(r"(\d+) rows of (\w+)\.jsonl", page)}
+    limits = {name: int(count) for count, name in re.findall(r"(\d+) rows of ([\w-]+)\.jsonl", page)}
     found = pages.load(measure.RESULTS, limits)
-    drawn = re.findall(r"^!\[(.*)\]\((results/([a-z0-9]+)-.*)\)$", page, re.M)
-    held = {one.name: [(title, path) for title, path, name in drawn if name == one.name] for one in found}
+    drawn = re.findall(r"^!\[(.*)\]\((results/.*)\)$", page, re.M)
+    held = {x.name: [pair for pair in drawn if pair[1].startswith(f"results/{x.name}-")] for x in found}
     assert limits and pages.page(found, held) == page
     written = {path.stem: path.read_text() for path in (measure.ROOT / "docs" / "results").glob("*.md")}
-    assert written == pages.pass_pages(found)
+    assert written == pages.pass_pages(found, held)
     readme = (measure.ROOT / "README.md").read_text()
     assert pages.between(readme, summary.readme(found)) == readme
 
@@ -354,7 +355,8 @@ def test_every_picture_is_drawn_from_a_full_file(folder):
     assert {file for _, file in drawn} == {f"h200-{kind}.svg" for kind in set(pictures.PICTURES) - absent}
     for _, file in drawn:
         text = (folder / "pictures" / file).read_text()
-        assert "<svg" in text and "NVIDIA H200" in text and "bfloat16, 2026-11-21" in text
+        dtype = "float32" if file.endswith("links.svg") else "bfloat16"
+        assert "<svg" in text and "NVIDIA H200" in text and f"{dtype}, 2026-11-21" in text
 
 
 @pytest.mark.slow

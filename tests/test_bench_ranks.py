@@ -49,7 +49,7 @@ def test_ranks_are_timed_beside_one_process(monkeypatch, tmp_path):
     assert all("speedup" in row and "queued_weak" in row for row in many)
     theirs = [row for row in found if row["provider"] == "fla"]
     assert len(theirs) == 2 and all("failed" in row and "ms" not in row for row in theirs)
-    assert "speedup" in output and "FLA / gdn" in output
+    assert "speedup" in output and "CUDA graph" not in output.split("one call: alone")[0]
     assert pages.section(pages.Results("cpu", found), "ranks")
 
 
@@ -105,6 +105,29 @@ def test_a_forward_has_a_time_where_the_step_is_refused():
     assert forward["ok"] and forward["ms"] > 0 and "speedup" in forward
 
 
+def by_pairs(rank, scaling):
+    """Return rows of ranks, then how many times each of them drew tensors."""
+    draw, drawn = ranks.Scaling.draw, []
+
+    def count(scaling, rank, num_tokens, seed):
+        drawn.append(num_tokens)
+        return draw(scaling, rank, num_tokens, seed)
+
+    ranks.Scaling.draw = count
+    yield from ranks.measure(rank, scaling)
+    yield {"case": "drawn", "drawn": drawn}
+
+
+def test_pairs_of_ranks_are_nodes_and_all_exchanges_are_judged_by_one_result():
+    found = list(
+        starting.run_on_ranks(by_pairs, 4, CPU, replace(TOY, local=32, exchanges=("gather", "nodes")))
+    )
+    assert found.pop()["drawn"] == [128, 128, 32]
+    by_nodes = [row for row in found if row["exchange"] == "nodes"]
+    assert [row["case"] for row in by_nodes] == [f"2/4 1x128 {job}, 4 ranks, nodes" for job in ranks.JOBS]
+    assert all(row["ok"] and row["ms"] > 0 and "speedup" in row for row in by_nodes)
+
+
 def fail_on_one(rank):
     if rank.number == 1:
         raise ValueError("this rank fails")
@@ -119,7 +142,9 @@ def test_a_rank_that_fails_ends_all():
 
 
 @pytest.mark.parametrize("options, words", [
-    ("ranks --exchanges ring", "exchanges: expected some of gather, owner, heads, got ring"),
+    ("ranks --exchanges ring", "exchanges: expected some of gather, owner, heads, nodes, got ring"),
+    ("ranks --exchanges nodes", "exchanges: expected an even number of ranks from 4 on for nodes, got 2"),
+    ("ranks --exchanges nodes --ranks 5 --tokens 5", "from 4 on for nodes, got 5"),
     ("ranks --heads 3/4", "heads: expected H/HV"), ("ranks --tokens 127", "tokens: expected a multiple of 2"),
     ("ranks --gate soft", "gate: expected one of"), ("links --most 5000", "most: expected at least 32768"),
 ])  # fmt: skip
@@ -146,3 +171,13 @@ def test_predictions_stand_beside_sizes_of_the_model():
     assert two["queued_predicted"] == pytest.approx(two["queued_predicted_ms"] / 8)
     assert two["predicted_ms"] - two["queued_predicted_ms"] == pytest.approx(2e3 * cost.ONE_CALL.host)
     assert ranks.predict(TOY, ranks.Way("gdn", "gather", 128), "train", rank, row) == {}
+
+
+def test_pairs_of_ranks_are_predicted_with_the_links_of_one_host():
+    """On a link of one speed two levels take longer than one, by latencies and not by that of InfiniBand."""
+    rank = starting.Rank(0, 4, CPU)
+    owner, nodes = (
+        ranks.predict(ranks.Scaling(), ranks.Way("gdn", x, 131072), "train", rank, {"ms": 1, "queued_ms": 1})
+        for x in ("owner", "nodes")
+    )
+    assert 0 < nodes["queued_predicted_ms"] - owner["queued_predicted_ms"] < 6e3 * cost.Machine().latency

@@ -11,18 +11,10 @@ import typer
 from gdn.cli.console import Device, Json, check_choice, console, status, write_json
 from gdn.cli.options import take_options
 from gdn_bench.commands.console import find_gpu, name_file, open_progress, show_table, split_words
-from gdn_bench.results import tables
+from gdn_bench.results import scaling, tables
 from gdn_bench.results.rows import Row
 from gdn_bench.timing import measure
 
-EXPLAINED = {
-    "ranks": "speedup: gdn's time on one GPU with all tokens over that of the ranks; weak: the ranks' time "
-    "over gdn's on one GPU with the tokens of a rank; predicted: the cost model's time and its share of the "
-    "measured one",
-    "links": "one call: mostly the host time of its launch; 8 in a row: launched while the GPU is busy, "
-    "without host time; predicted: the time of gdn.distributed.cost for its assumed links, and its share of "
-    "the time in a row; latency of a step and bandwidth: those that fit the times in a row best",
-}
 Count = Annotated[int | None, typer.Option("--ranks", min=2, help="Ranks; all GPUs, or 2 on a CPU.")]
 Out = Annotated[Path | None, typer.Option(help="Append the rows to this JSON-lines file.")]
 Commit = Annotated[str | None, typer.Option(help="The commit of this tree, where git is absent.")]
@@ -42,7 +34,9 @@ class RankOptions:
     tokens: Annotated[int, typer.Option(min=1, help="Tokens of the sequence, in strong scaling.")] = 131072
     local: Annotated[int, typer.Option(min=1, help="Tokens a rank, in weak scaling.")] = 65536
     gate: Annotated[str, typer.Option(help=f"Gates: {', '.join(GATES)}.")] = GATES[0]
-    exchanges: Annotated[str, typer.Option(help="Exchanges of states, in turn.")] = "gather,owner,heads"
+    exchanges: Annotated[
+        str, typer.Option(help="Exchanges, in turn: gather, owner, heads, and nodes of two ranks from 4 on.")
+    ] = "gather,owner,heads"
     names: Annotated[
         str, typer.Option("--providers", help="gdn, and fla: FLA tunes its kernels for minutes.")
     ] = "gdn"
@@ -71,7 +65,7 @@ class LinkOptions:
 @take_options(RankOptions)
 def ranks(options: RankOptions) -> None:
     """Training and forward of one long sequence on several GPUs beside one, by every exchange."""
-    from gdn_bench.passes import ranks as scaling
+    from gdn_bench.passes import ranks as times
 
     device, count = _find_ranks(options)
     heads = tuple(int(x) for x in options.heads.split("/"))
@@ -80,15 +74,20 @@ def ranks(options: RankOptions) -> None:
     if options.tokens % count:
         raise typer.BadParameter(f"tokens: expected a multiple of {count} ranks, got {options.tokens}")
     exchanges = split_words(options.exchanges)
-    if unknown := set(exchanges) - set(scaling.EXCHANGES):
+    names = (*times.EXCHANGES, times.NODES)
+    if unknown := set(exchanges) - set(names):
         raise typer.BadParameter(
-            f"exchanges: expected some of {', '.join(scaling.EXCHANGES)}, got {', '.join(sorted(unknown))}"
+            f"exchanges: expected some of {', '.join(names)}, got {', '.join(sorted(unknown))}"
         )
-    chosen = scaling.Scaling(
+    if times.NODES in exchanges and (count < 4 or count % 2):
+        raise typer.BadParameter(
+            f"exchanges: expected an even number of ranks from 4 on for {times.NODES}, got {count}"
+        )
+    chosen = times.Scaling(
         heads, options.size, options.tokens, options.local,
         check_choice("gate", options.gate, GATES), _dtype(device), exchanges, split_words(options.names),
     )  # fmt: skip
-    _measure("ranks", scaling.measure, count, device, chosen, options)
+    _measure("ranks", times.measure, count, device, chosen, options)
 
 
 @take_options(LinkOptions)
@@ -147,4 +146,5 @@ def _measure(
         show_table(table.columns, table.lines, f"{label}, {place}, {about['date']}, {about['commit']}")
     for note in tables.notes(measured):
         console.print(note, markup=False, highlight=False)
-    console.print(EXPLAINED[label], style="dim", highlight=False)
+    for line in scaling.EXPLAINED[label]:
+        console.print(line, style="dim", highlight=False)

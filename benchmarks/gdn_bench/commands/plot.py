@@ -41,7 +41,7 @@ def plot(
     }
     page.parent.mkdir(parents=True, exist_ok=True)
     page.write_text(files.page(loaded, drawn, folder.name), encoding="ascii")
-    for job, text in files.pass_pages(loaded).items():
+    for job, text in files.pass_pages(loaded, drawn).items():
         (folder / f"{job}.md").write_text(text.replace("../results.md", f"../{page.name}"), encoding="ascii")
     if readme is not None and readme.exists():
         readme.write_text(files.between(readme.read_text(), summary.readme(loaded)))

@@ -28,6 +28,7 @@ from gdn_bench.timing.ranks import Rank
 
 ONE = "one GPU"
 EXCHANGES = ("gather", "owner", "heads")
+NODES = "nodes"  # on an even number of ranks from 4 on: pairs of ranks take the place of nodes
 JOBS = ("train", "forward")
 ARGUMENTS = ("q", "k", "v", "g", "beta")
 OUTPUTS = ("o", "dq", "dk", "dv", "dg", "dbeta")
@@ -48,7 +49,7 @@ class Scaling:
     local      tokens a rank in weak scaling
     gate       a distribution of `gdn.testing.Case`: heads that keep their state over many tokens cost more
     dtype      of q, k, v
-    exchanges  names of `gdn.ContextParallel`
+    exchanges  names of `gdn.ContextParallel`: those of EXCHANGES, and NODES
     providers  gdn, and fla for its context parallelism
     rounds     times of one call or graph, and of 8 in a row
     """
@@ -77,6 +78,18 @@ class Scaling:
 
 
 @dataclass(frozen=True)
+class Judged:
+    """Hold what every provider and exchange is compared with: computed once, by one process for all tokens.
+
+    given     the tokens of this rank
+    expected  its part of outputs and gradients
+    """
+
+    given: Inputs
+    expected: tuple[torch.Tensor, ...]
+
+
+@dataclass(frozen=True)
 class Way:
     """Name a row: who computes it, how ranks exchange states (or ONE), tokens of the whole sequence."""
 
@@ -92,18 +105,20 @@ def measure(rank: Rank, scaling: Scaling) -> Iterator[Row]:
     alone = dict.fromkeys((scaling.tokens, scaling.tokens // R, scaling.local))
     verdicts: dict[tuple[str, str, str], Row] = {}
     ways: dict[Way, Calls] = {}
-    for tokens in alone:
-        ways[Way("gdn", ONE, tokens)] = gdn_calls(scaling.draw(rank, tokens, rank.number), {})
+    judged_by = expect(rank, scaling)
+    # the ranks compute on tensors that one GPU computes on as well: those of totals // R tokens
+    drawn = {tokens: scaling.draw(rank, tokens, rank.number) for tokens in alone}
+    for tokens, given in drawn.items():
+        ways[Way("gdn", ONE, tokens)] = gdn_calls(given, {})
     for provider, exchange in _kinds(scaling):
-        judged = judge(rank, scaling, provider, exchange)
+        judged = judge(rank, scaling, judged_by, provider, exchange)
         verdicts |= {(job, provider, exchange): verdict for job, verdict in judged.items()}
         right = [job for job, verdict in judged.items() if verdict.get("ok")]
         way = Way(provider, exchange, scaling.tokens)
         for job in (job for job in JOBS if job not in right):
             yield {**_head(rank, scaling, job, way), **judged[job], "ratio": {}}
         for total in totals if right else ():
-            given = scaling.draw(rank, total // R, rank.number)
-            calls = bind(rank, given, provider, exchange, total)
+            calls = bind(rank, drawn[total // R], provider, exchange, total)
             ways[Way(provider, exchange, total)] = {job: calls[job] for job in right}
     for job in JOBS:
         runs = {way: calls[job] for way, calls in ways.items() if job in calls}
@@ -141,27 +156,35 @@ def time_graphs(rank: Rank, runs: dict[Way, Run], rounds: int) -> dict[Way, Time
     return rank.time_in_turn({way: graph.replay for way, graph in graphs.items()}, rounds)
 
 
-def judge(rank: Rank, scaling: Scaling, provider: str, exchange: str) -> dict[str, Row]:
+def expect(rank: Rank, scaling: Scaling) -> Judged:
+    """Return a rank's tokens of one sequence, with the outputs and gradients of one process there.
+
+    The tensors of all tokens are freed: the parts of this rank are copies.
+    """
+    given = scaling.draw(rank, scaling.tokens, 0)
+    context = gdn.ContextParallel(rank.group)
+    own = {name: context.shard(x, 1) for name, x in given.tensors.items()}
+    expected = gdn_calls(given, {})["train"]()
+    local = replace(given, tensors=own, do=context.shard(given.do, 1))
+    return Judged(local, tuple(context.shard(x, 1) for x in expected))
+
+
+def judge(rank: Rank, scaling: Scaling, judged: Judged, provider: str, exchange: str) -> dict[str, Row]:
     """Return the verdict on each job of all ranks beside one process with all tokens.
 
     A training step is judged by outputs and gradients, a forward by its output: a provider may refuse one of
     them on a GPU.
     """
-    given = scaling.draw(rank, scaling.tokens, 0)
-    expected = gdn_calls(given, {})["train"]()
-    context = gdn.ContextParallel(rank.group)
-    mine = {name: context.shard(x, 1) for name, x in given.tensors.items()}
-    local = replace(given, tensors=mine, do=context.shard(given.do, 1))
     limits = error_limits(getattr(torch, scaling.dtype), "random")
     verdicts: dict[str, Row] = {}
     for job in JOBS:
         try:
-            outputs = bind(rank, local, provider, exchange, scaling.tokens)[job]()
+            outputs = bind(rank, judged.given, provider, exchange, scaling.tokens)[job]()
         except (ImportError, ValueError, RuntimeError) as error:
             verdicts[job] = {"failed": f"{type(error).__name__}: {error}"[:300]}
             continue
-        pairs = zip(outputs, expected[: len(outputs)], strict=True)
-        distances = rank.largest([_distance(x, context.shard(y, 1)) for x, y in pairs])
+        pairs = zip(outputs, judged.expected[: len(outputs)], strict=True)
+        distances = rank.largest([_distance(x, y) for x, y in pairs])
         errors = dict(zip(OUTPUTS, distances, strict=False))
         share = max(error / limits[name] for name, error in errors.items())
         verdicts[job] = {
@@ -174,7 +197,8 @@ def bind(rank: Rank, given: Inputs, provider: str, exchange: str, tokens: int) -
     """Return the jobs of a rank on its own tokens of a sequence."""
     if provider == "fla":
         return fla_calls(rank, given, tokens)
-    context = gdn.ContextParallel(rank.group, exchange=exchange)
+    mesh = rank.pairs if exchange == NODES else rank.group
+    context = gdn.ContextParallel(mesh, exchange=exchange)
     return gdn_calls(given, {"cp_context": context})
 
 
@@ -214,7 +238,8 @@ def _calls(given: Inputs, rule: Callable[..., torch.Tensor]) -> Calls:
 def predict(scaling: Scaling, way: Way, job: str, rank: Rank, row: Row) -> Row:
     """Return the cost model's times of one call and in a row, and their shares of the measured ones.
 
-    No fields where the model of local work does not hold: other sizes than K = V = 128, or fp32.
+    No fields where the model of local work does not hold: other sizes than K = V = 128, or fp32. The GPUs of
+    one host have the link within a node among all of them, also where pairs of ranks are the nodes of NODES.
     """
     width = getattr(torch, scaling.dtype).itemsize
     form = cost.Form(*scaling.heads, scaling.size, scaling.size, way.tokens, width)
@@ -223,6 +248,9 @@ def predict(scaling: Scaling, way: Way, job: str, rank: Rank, row: Row) -> Row:
         return {}
     fields: Row = {}
     for name, machine in (("", cost.ONE_CALL), ("queued_", cost.Machine())):
+        if way.exchange == NODES:
+            link = {"latency_between": machine.latency, "bandwidth_between": machine.bandwidth}
+            machine = replace(machine, node=2, **link)
         timeline = simulate(
             form, [way.tokens // R] * R, machine, work_on(device), exchange=None if R == 1 else way.exchange,
             has_backward=job == "train",

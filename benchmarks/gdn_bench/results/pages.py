@@ -14,7 +14,7 @@ from typing import Any
 
 from gdn_bench.judging.readings import OF_FLA, over_peer
 from gdn_bench.providers.names import PEERS, owner_of, title_of
-from gdn_bench.results import rows, tables
+from gdn_bench.results import rows, scaling, tables
 from gdn_bench.results.rows import Row
 from gdn_bench.results.tables import format_time
 
@@ -117,12 +117,15 @@ def _is_timed(row: Row) -> bool:
 
 
 def load(folder: Path, limits: Mapping[str, int] | None = None) -> list[Results]:
-    """Return the results of each file of a folder. limits: name -> number of first rows to read."""
+    """Return the results of each file of a folder, most rows first and the CPU last.
+
+    limits: name -> number of first rows to read.
+    """
     loaded = []
-    for path in sorted(folder.glob("*.jsonl"), key=lambda p: (p.stem == "cpu", p.stem)):
+    for path in sorted(folder.glob("*.jsonl")):
         lines = rows.read(path)
         loaded.append(Results(path.stem, lines[: (limits or {}).get(path.stem, len(lines))]))
-    return loaded
+    return sorted(loaded, key=lambda one: (one.name == "cpu", -len(one.rows)))
 
 
 def page(
@@ -152,8 +155,13 @@ def page(
     return "\n".join(text).rstrip() + "\n"
 
 
-def pass_pages(results: Iterable[Results]) -> dict[str, str]:
-    """Return the page of each pass, by its name: the tables of its variants on each machine."""
+def pass_pages(
+    results: Iterable[Results], pictures: Mapping[str, Sequence[tuple[str, str]]] | None = None
+) -> dict[str, str]:
+    """Return the page of each pass, by its name: the tables of its variants on each machine.
+
+    pictures: as those of `page`; the pages of several GPUs begin with theirs.
+    """
     results = list(results)
     texts = {}
     for job, about in ABOUT.items():
@@ -161,17 +169,34 @@ def pass_pages(results: Iterable[Results]) -> dict[str, str]:
         for one in results:
             tables_of_job = [section(one, name) for name in one.passes if name.partition(":")[0] == job]
             if any(tables_of_job):
-                lines += [f"## {machine(one)}", "", *(line for table in tables_of_job for line in table)]
+                drawn = _pictures_of(job, (pictures or {}).get(one.name, ()))
+                lines += [f"## {machine(one)}", "", *drawn, *(x for table in tables_of_job for x in table)]
         if lines:
             head = [
                 f"# Results of {job}", "",
                 f"`{job}`: {about}.", "",
                 "Made by `gdn bench plot`, not by hand. [All results](../results.md) says what a ratio is.",
-                "Limit: the speed as a share of the roofline (the highest HBM and MMA rates measured there).",
-                "MB: the most memory that a call allocates beyond its inputs.", "",
+                *_columns_of(job), "",
             ]  # fmt: skip
             texts[job] = "\n".join([*head, *lines]).rstrip() + "\n"
     return texts
+
+
+def _pictures_of(job: str, pictures: Iterable[tuple[str, str]]) -> list[str]:
+    """Return the lines that show the pictures of a pass of several GPUs, from its own page."""
+    names = [(title, path.rpartition("/")[2]) for title, path in pictures]
+    shown = [(title, name) for title, name in names if job in scaling.EXPLAINED and f"-{job}" in name]
+    return [line for title, name in shown for line in (f"![{title}]({name})", "")]
+
+
+def _columns_of(job: str) -> list[str]:
+    """Return the lines of a page that explain the columns of its tables."""
+    if job not in scaling.EXPLAINED:
+        return [
+            "Limit: the speed as a share of the roofline (the highest HBM and MMA rates measured there).",
+            "MB: the most memory that a call allocates beyond its inputs.",
+        ]
+    return [scaling.EXCHANGES_PAGE, "", *(f"- {line}." for line in scaling.EXPLAINED[job])]
 
 
 def between(text: str, made: str) -> str:
@@ -192,6 +217,8 @@ def statements(one: Results) -> list[str]:
     """Return sentences on each pass and peer: ratios, problems, versions, dates, commits, command."""
     sentences = []
     for name in one.passes:
+        if name.partition(":")[0] in scaling.EXPLAINED:
+            sentences += _scaling_statements(one, name)
         ours = [row for row in one.ours(name.partition(":")[0]) if row["pass"] == name and row.get("ratio")]
         for peer in dict.fromkeys(p for row in ours for p in row["ratio"]):
             with_peer = [row for row in ours if peer in row["ratio"]]
@@ -211,10 +238,21 @@ def _statement(where: str, name: str, peer: str, ordered: Sequence[Row]) -> str:
 
     range_ = factor(least) if least is most else f"{factor(least)} to {factor(most)}"
     count = f"{len(ordered)} problems" if len(ordered) > 1 else "one problem"
+    how = ", by its context parallelism on the same ranks" if name.partition(":")[0] == "ranks" else ""
+    again = _commands(name, ordered, [peer], least["case"] if least is most else None)
     return (
-        f"`{name}`: {range_} times as fast as {title_of(peer)} {version(least, peer)}, in {count}; "
-        f"{where}, {provenance(ordered)}; `{command(name, least['case'] if least is most else None)}`"
+        f"`{name}`: {range_} times as fast as {title_of(peer)} {version(least, peer)}{how}, in {count}; "
+        f"{where}, {provenance(ordered)}; {again}"
     )
+
+
+def _scaling_statements(one: Results, name: str) -> list[str]:
+    """Return sentences on rows of several GPUs: speed beside one GPU, fits of the links."""
+    measured = [row for row in one.last(name.partition(":")[0]) if row["pass"] == name]
+    return [
+        f"{sentence}; {machine(one)}, {provenance(of_it)}; {_commands(name, of_it)}"
+        for sentence, of_it in scaling.statements(name, measured)
+    ]
 
 
 def _accuracy_statements(one: Results, name: str) -> list[str]:
@@ -269,11 +307,16 @@ def command(name: str, case: str | None = None) -> str:
         problems, _, profile = (variant or "distributions").partition(":")
         judged = ["--profile", profile] if profile else []
         return shlex.join(["gdn", "verify", "--set", problems, *judged, "--append"])
-    if job in ("ranks", "links"):
-        return shlex.join(["gdn", "bench", job, *(["--gate", variant] if variant else [])])
     options = [] if job == "cpu" or case is None else ["--only", case]
     options += {"": [], "eager": ["--eager"]}.get(variant, ["--variant", variant.removesuffix(":eager")])
     return shlex.join(["gdn", "bench", job, *options])
+
+
+def _commands(name: str, measured: Sequence[Row], peers: Iterable[str] = (), case: str | None = None) -> str:
+    """Return the commands that measure some rows of a pass again, as code."""
+    is_scaling = name.partition(":")[0] in scaling.EXPLAINED
+    made = scaling.commands(name, measured, peers) if is_scaling else [command(name, case)]
+    return ", ".join(f"`{x}`" for x in made)
 
 
 def section(one: Results, name: str) -> list[str]:
@@ -287,8 +330,9 @@ def section(one: Results, name: str) -> list[str]:
     about = ABOUT[job]
     if measured[0].get("profile") == "pto":
         about += ", judged by pto-kernels' gates; ~: gdn against a peer"
+    peers = [row["provider"] for row in measured if row["provider"] in PEERS]
     below = (*tables.other_ways(measured), *tables.timed_regions(measured), *tables.reasons(without))
-    head = [f"### {name}", "", f"{about}; {provenance(measured)}; `{command(name)}`", ""]
+    head = [f"### {name}", "", f"{about}; {provenance(measured)}; {_commands(name, measured, peers)}", ""]
     return [*head, *tables.to_markdown(table), "", *(line for note in below for line in (f"{note}.", ""))]
 
 

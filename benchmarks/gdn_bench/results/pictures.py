@@ -12,7 +12,9 @@ from typing import Any
 
 from gdn.testing import accuracy
 from gdn_bench.providers.names import owner_of, title_of
-from gdn_bench.results.pages import Results, machine
+from gdn_bench.results import scaling_pictures
+from gdn_bench.results.pages import Results
+from gdn_bench.results.panels import add_grid, add_legend, make_panels, set_numbers, set_title
 from gdn_bench.results.picture_files import save_svg
 from gdn_bench.results.rows import Row
 
@@ -71,7 +73,7 @@ def prefill(one: Results) -> Any:
     heads = [name for name in ((16, 32), (2, 8)) if any((row["H"], row["HV"]) == name for row in measured)]
     if not heads:
         return None
-    figure, panels = _panels(len(heads), width=4.2, height=3.4)
+    figure, panels = make_panels(len(heads), width=4.2, height=3.4)
     for (H, HV), axes in zip(heads, panels, strict=True):
         of_heads = [row for row in measured if (row["H"], row["HV"]) == (H, HV)]
         for provider, (colour, mark, style) in LOOKS.items():
@@ -92,10 +94,10 @@ def prefill(one: Results) -> Any:
         axes.set_ylim(bottom=0)
         axes.set_xlabel("tokens in one sequence")
         axes.set_title(f"{H} key heads, {HV} value heads of 128 x 128", fontsize=10)
-        _grid(axes)
+        add_grid(axes)
     panels[0].set_ylabel("million tokens per second")
-    _name(figure, "Prefill of one sequence", one, measured)
-    _legend(figure, panels)
+    set_title(figure, "Prefill of one sequence", one, measured)
+    add_legend(figure, panels)
     return figure
 
 
@@ -114,7 +116,7 @@ def roofline(one: Results) -> Any:
     measured = [row for row in one.last("prefill", "train") if row.get("flop") and "copy_gb_per_s" in row]
     if not measured:
         return None
-    figure, (axes,) = _panels(1, width=7.4, height=3.8)
+    figure, (axes,) = make_panels(1, width=7.4, height=3.8)
     copy, matmul = one.ceilings
     low, high = (f([row["flop"] / row["bytes"] for row in measured]) for f in (min, max))
     low, high = min(low, 1e3 * matmul / copy) / 3, max(high, 1e3 * matmul / copy) * 3
@@ -139,12 +141,12 @@ def roofline(one: Results) -> Any:
                 )  # fmt: skip
     axes.set_xscale("log")
     axes.set_yscale("log")
-    _numbers(axes.xaxis)
-    _numbers(axes.yaxis)
+    set_numbers(axes.xaxis)
+    set_numbers(axes.yaxis)
     axes.set_xlabel("flop per byte that the job must move")
     axes.set_ylabel("TFLOP/s")
-    _grid(axes)
-    _name(figure, "Roofline", one, measured)
+    add_grid(axes)
+    set_title(figure, "Roofline", one, measured)
     figure.legend(loc="outside right center", frameon=False, fontsize=8)
     return figure
 
@@ -167,7 +169,7 @@ def ratios(one: Results, *, job: str) -> Any:
     columns.sort(key=lambda column: column.partition("\n")[0])
     grid = [[math.log2(cells.get((line, column), math.nan)) for column in columns] for line in lines]
     size = (2.4 + (0.75 if len(columns) > 9 else 0.95) * len(columns), 1.5 + 0.26 * len(lines))
-    figure, (axes,) = _panels(1, width=max(size[0], 6.4), height=size[1])
+    figure, (axes,) = make_panels(1, width=max(size[0], 6.4), height=size[1])
     axes.imshow(grid, cmap="RdBu", norm=TwoSlopeNorm(0, -2, 2), aspect="auto")
     for (line, column), ratio in cells.items():
         colour = "white" if abs(math.log2(ratio)) > 1.2 else "black"
@@ -179,7 +181,7 @@ def ratios(one: Results, *, job: str) -> Any:
     axes.set_xticks(range(len(columns)), columns, fontsize=8)
     axes.tick_params(length=0, labeltop=True, labelbottom=False)
     axes.set_xlabel("peer's time / gdn's time; bold: gdn is slower", fontsize=9)
-    _name(figure, f"Peers' times over gdn's, {job}", one, measured)
+    set_title(figure, f"Peers' times over gdn's, {job}", one, measured)
     return figure
 
 
@@ -204,7 +206,7 @@ def errors(one: Results) -> Any:
     distributions = list(dict.fromkeys(row["case"] for row in judged))
     if not distributions:
         return None
-    figure, panels = _panels(len(CLASSES), width=3.4, height=1.4 + 0.36 * len(distributions))
+    figure, panels = make_panels(len(CLASSES), width=3.4, height=1.4 + 0.36 * len(distributions))
     there = [p for p in LOOKS if any(owner_of(row["provider"]) == p for row in judged)]
     worst = {outputs: [_worst(row, outputs) for row in judged] for outputs in CLASSES.values()}
     lowest = min((x for values in worst.values() for x in values if x), default=1e-4)
@@ -232,9 +234,9 @@ def errors(one: Results) -> Any:
             range(len(distributions)), distributions if axes is panels[0] else [""] * len(distributions)
         )
         axes.set_ylim(len(distributions) - 0.5, -0.5)
-        _grid(axes)
-    _name(figure, "Errors by distribution of gates and keys", one, judged)
-    _legend(figure, panels)
+        add_grid(axes)
+    set_title(figure, "Errors by distribution of gates and keys", one, judged)
+    add_legend(figure, panels)
     return figure
 
 
@@ -262,16 +264,9 @@ PICTURES: Mapping[str, tuple[str, Callable[[Results], Any]]] = {
         f"ratios-{job}": (f"Peers' times over gdn's in {job}", partial(ratios, job=job))
         for job in ("prefill", "train", "decode", "spec", "stages", "layer", "e2e", "host", "cpu")
     },
+    **scaling_pictures.PICTURES,
     "errors": ("Errors by gate and key distribution", errors),
 }
-
-
-def _name(figure: Any, title: str, one: Results, measured: Sequence[Row]) -> None:
-    """Set a title with machine, dtypes and dates."""
-    dates = sorted({str(row["date"]) for row in measured})
-    day = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
-    dtypes = ", ".join(sorted({str(row["dtype"]) for row in measured if row.get("dtype")}))
-    figure.suptitle(f"{title}: {machine(one)}, {dtypes}, {day}", fontsize=11)
 
 
 def _curves(
@@ -281,7 +276,7 @@ def _curves(
     """Draw a panel for each group and a line for each provider, on two logarithmic axes."""
     if not groups:
         return None
-    figure, panels = _panels(len(groups), width=3.4, height=3.2)
+    figure, panels = make_panels(len(groups), width=3.4, height=3.2)
     for (title, lines), axes in zip(groups.items(), panels, strict=True):
         for provider, (colour, mark, style) in LOOKS.items():
             points = sorted(lines.get(provider, ()))
@@ -297,48 +292,13 @@ def _curves(
         ticks = sorted({x for points in lines.values() for x, _ in points})
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")
-        _numbers(axes.yaxis)
+        set_numbers(axes.yaxis)
         axes.set_xticks(ticks, [f"{x:,.0f}" for x in ticks], fontsize=8)
         axes.xaxis.minorticks_off()
         axes.set_xlabel(across)
         axes.set_ylabel(up)
         axes.set_title(title, fontsize=10)
-        _grid(axes)
-    _name(figure, about, one, measured)
-    _legend(figure, panels)
+        add_grid(axes)
+    set_title(figure, about, one, measured)
+    add_legend(figure, panels)
     return figure
-
-
-def _panels(count: int, *, width: float, height: float) -> tuple[Any, list[Any]]:
-    from matplotlib.figure import Figure
-
-    columns = min(count, 3)
-    lines = math.ceil(count / columns)
-    figure = Figure(figsize=(width * columns, height * lines), layout="constrained")
-    return figure, [figure.add_subplot(lines, columns, i + 1) for i in range(count)]
-
-
-def _legend(figure: Any, panels: Sequence[Any]) -> None:
-    """Add one legend for all panels, under them."""
-    entries = (zip(*axes.get_legend_handles_labels(), strict=True) for axes in panels)
-    handles = {label: handle for pairs in entries for handle, label in pairs}
-    figure.legend(
-        handles.values(),
-        handles.keys(),
-        loc="outside lower center",
-        ncols=max(len(handles), 1),
-        frameon=False,
-    )
-
-
-def _numbers(axis: Any) -> None:
-    """Set ticks at 1, 2 and 5, as plain numbers."""
-    from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
-
-    axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    axis.set_minor_locator(NullLocator())
-    axis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:,.10g}"))
-
-
-def _grid(axes: Any) -> None:
-    axes.grid(alpha=0.35, linewidth=0.5, which="major")

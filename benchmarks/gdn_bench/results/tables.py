@@ -6,6 +6,7 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from gdn.testing.accuracy import OUTPUTS
@@ -13,6 +14,8 @@ from gdn_bench.providers.names import PEERS, owner_of, title_of
 from gdn_bench.results.rows import Row
 
 Number = Callable[[Row], str]
+# how calls on several GPUs are timed -> what the fields of a row begin with
+MANY_TIMED = {"one call": "", "8 in a row": "queued_", "CUDA graph": "graph_"}
 # columns of a screen, where a run is read once and not beside a page
 SCREEN: Mapping[str, Number] = {
     "of functions": lambda row: f"{row['to_functions']:.2f}" if "to_functions" in row else "",
@@ -170,50 +173,81 @@ def _end_to_end(measured: Sequence[Row]) -> Table:
 
 
 def _ranks(measured: Sequence[Row]) -> Table:
-    lines = [
-        [
-            row["case"] if row["provider"] == "gdn" else f"{row['case']}, {title_of(row['provider'])}",
-            *(text for name in ("", "queued_") for text in (*_scaling(row, name), _predicted(row, name))),
-            *_scaling(row, "graph_"),
-            f"{row['peak_mb']:.0f}" if "peak_mb" in row else "",
-            f"{row['ratio']['fla']:.2f}" if "fla" in row["ratio"] else "",
-            _error(row.get("error", "")),
+    """Return a line for each row: jobs apart, then by the length of the sequence, then by ranks."""
+    columns: list[tuple[str, Number]] = [("", _label_of_ranks)]
+    for title, name in MANY_TIMED.items():
+        columns += [
+            (title, partial(_time, name=f"{name}ms")),
+            ("speedup", partial(_number, name=f"{name}speedup", form="{:.2f}x")),
+            ("weak", partial(_number, name=f"{name}weak", form="{:.3f}")),
+            ("predicted", partial(_prediction, name=name)),
         ]
-        for row in measured
+    columns += [
+        ("MB a rank", partial(_number, name="peak_mb", form="{:.0f}")),
+        ("FLA / gdn", lambda row: f"{row['ratio']['fla']:.2f}" if "fla" in row["ratio"] else ""),
+        ("error", lambda row: _error(row.get("error", ""))),
     ]
-    scaling = ("speedup", "weak")
-    of_times = (*scaling, "predicted")
-    times = ["one call", *of_times, "8 in a row", *of_times, "CUDA graph", *scaling]
-    return Table(["", *times, "MB a rank", "FLA / gdn", "error"], lines)
-
-
-def _scaling(row: Row, name: str) -> tuple[str, ...]:
-    """Return a time, its strong and its weak scaling."""
-    return (
-        format_time(row[f"{name}ms"]) if f"{name}ms" in row else "",
-        f"{row[f'{name}speedup']:.2f}x" if f"{name}speedup" in row else "",
-        f"{row[f'{name}weak']:.3f}" if f"{name}weak" in row else "",
+    jobs = list(dict.fromkeys(row["case"].split()[2] for row in measured))
+    order = sorted(
+        measured, key=lambda row: (row["HV"], jobs.index(row["case"].split()[2]), row["T"], row["num_ranks"])
     )
+    return _filled(columns, order)
+
+
+def _label_of_ranks(row: Row) -> str:
+    """Return the case; of FLA, whose exchange is its own, with its name in the place of gdn's exchange."""
+    if owner_of(row["provider"]) == "gdn":
+        return str(row["case"])
+    return f"{row['case'].rpartition(', ')[0]}, {title_of(row['provider'])}"
 
 
 def _links(measured: Sequence[Row]) -> Table:
-    lines = [
-        [
-            row["case"], format_time(row["ms"]), format_time(row["queued_ms"]), _predicted(row, ""),
-            f"{row['queued_gb_per_s']:.1f}" if "queued_gb_per_s" in row else "",
-            f"{row['latency_us']:.1f} us" if "latency_us" in row else "",
-            f"{row['link_gb_per_s']:.0f} GB/s" if row.get("link_gb_per_s") else "",
-        ]
-        for row in measured
-    ]  # fmt: skip
-    return Table(["", "one call", "8 in a row", "predicted", "GB/s", "latency", "bandwidth"], lines)
+    columns: list[tuple[str, Number]] = [
+        ("", lambda row: str(row["case"])),
+        ("one call", partial(_time, name="ms")),
+        ("8 in a row", partial(_time, name="queued_ms")),
+        ("predicted", partial(_prediction, name="")),
+        ("GB/s", partial(_number, name="queued_gb_per_s", form="{:.1f}")),
+        ("latency", partial(_number, name="latency_us", form="{:.1f} us")),
+        ("bandwidth", partial(_number, name="link_gb_per_s", form="{:.0f} GB/s")),
+    ]
+    return _filled(columns, measured)
 
 
-def _predicted(row: Row, name: str) -> str:
+def _filled(columns: Sequence[tuple[str, Number]], measured: Sequence[Row]) -> Table:
+    """Return the table of those columns that have text in any row."""
+    cells = [[number(row) for row in measured] for _, number in columns]
+    there = [i for i, texts in enumerate(cells) if i == 0 or any(texts)]
+    lines = zip(*(cells[i] for i in there), strict=True)
+    return Table([columns[i][0] for i in there], [list(line) for line in lines])
+
+
+def _time(row: Row, name: str) -> str:
+    return format_time(row[name]) if name in row else ""
+
+
+def _number(row: Row, name: str, form: str) -> str:
+    return form.format(row[name]) if row.get(name) is not None else ""
+
+
+def _prediction(row: Row, name: str) -> str:
     """Return the time of the cost model, and its share of the measured one."""
-    if f"{name}predicted" not in row:
+    share = predicted(row, name)
+    if share is None:
         return ""
-    return f"{format_time(row[f'{name}predicted_ms'])} ({row[f'{name}predicted']:.2f})"
+    # links are predicted without host time, as 8 in a row
+    measured = row["queued_ms"] if row["pass"] == "links" else row[f"{name}ms"]
+    return f"{format_time(share * measured)} ({share:.2f})"
+
+
+def predicted(row: Row, name: str) -> float | None:
+    """Return the share of the cost model's time in a measured one; name: a value of MANY_TIMED.
+
+    The model of calls in a row holds for a CUDA graph, too: neither waits for the host.
+    """
+    if name == "graph_" and "queued_predicted_ms" in row and "graph_ms" in row:
+        return float(row["queued_predicted_ms"] / row["graph_ms"])
+    return row.get(f"{name}predicted")
 
 
 def notes(rows: Sequence[Row]) -> list[str]:

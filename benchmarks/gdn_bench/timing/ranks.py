@@ -11,12 +11,14 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from torch import distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from gdn_bench.results.rows import Row
 from gdn_bench.timing import measure
@@ -40,6 +42,12 @@ class Rank:
         group = dist.group.WORLD
         assert group is not None
         return group
+
+    @cached_property
+    def pairs(self) -> DeviceMesh:
+        """Return a mesh of num_ranks / 2 nodes of two ranks; all ranks make it at once."""
+        shape = (self.num_ranks // 2, 2)
+        return init_device_mesh(self.device.type, shape, mesh_dim_names=("nodes", "ranks"))
 
     def largest(self, values: Sequence[float]) -> list[float]:
         """Return the largest of each value over all ranks."""
