@@ -91,12 +91,12 @@ class Ring(torch.autograd.Function):
     """Run torch's ring attention with the attention kernel of CPUs, which torch does not register for it."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, scale: float, group: Any) -> Tensor:
         o, lse = ring._templated_ring_attention(
-            dist.group.WORLD, 2, torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default, q, k, v,
+            group, 2, torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default, q, k, v,
             is_causal=True, dropout_p=0.0, scale=scale,
         )  # fmt: skip
-        ctx.scale = scale
+        ctx.scale, ctx.group = scale, group
         ctx.save_for_backward(q, k, v, o, lse)
         return o
 
@@ -104,19 +104,20 @@ class Ring(torch.autograd.Function):
     def backward(ctx: Any, do: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, o, lse = ctx.saved_tensors
         gradients = ring._templated_ring_attention_backward(
-            dist.group.WORLD, 2, torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
-            do.contiguous(), "grad_out", q, k, v, o, lse.to(q.dtype), True, dropout_p=0.0, scale=ctx.scale,
+            ctx.group, 2, torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
+            do.contiguous(), "grad_out", q, k, v, o, lse.to(torch.promote_types(q.dtype, torch.float32)), True,
+            dropout_p=0.0, scale=ctx.scale,
         )  # fmt: skip
-        return (*gradients, None)
+        return (*gradients, None, None)
 
 
 def attend(
-    module: nn.Module, q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any
+    group: Any, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any
 ) -> tuple[Tensor, None]:
     """Attend by torch's ring, in the order of tokens that torch's context_parallel has chosen."""
     assert all(x is None for x in args), "a mask"
     k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
-    return Ring.apply(q.contiguous(), k, v, kwargs["scaling"]).transpose(1, 2).contiguous(), None
+    return Ring.apply(q.contiguous(), k, v, kwargs["scaling"], group).transpose(1, 2).contiguous(), None
 
 
 def batch(num_tokens: int) -> dict[str, Tensor]:
@@ -132,11 +133,12 @@ def loss_of(model: nn.Module, x: dict[str, Tensor], num_tokens: int) -> Tensor:
 
 
 @contextmanager
-def attention_on_ranks() -> Iterator[None]:
+def attention_on_ranks(group: Any = None) -> Iterator[None]:
+    """Attend on the ranks of a group, by default on all."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     original = ALL_ATTENTION_FUNCTIONS["sdpa"]
-    ALL_ATTENTION_FUNCTIONS["sdpa"] = attend
+    ALL_ATTENTION_FUNCTIONS["sdpa"] = functools.partial(attend, group or dist.group.WORLD)
     yield
     ALL_ATTENTION_FUNCTIONS["sdpa"] = original
 
