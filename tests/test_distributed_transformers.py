@@ -105,8 +105,8 @@ class Ring(torch.autograd.Function):
         q, k, v, o, lse = ctx.saved_tensors
         gradients = ring._templated_ring_attention_backward(
             ctx.group, 2, torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
-            do.contiguous(), "grad_out", q, k, v, o, lse.to(torch.promote_types(q.dtype, torch.float32)), True,
-            dropout_p=0.0, scale=ctx.scale,
+            do.contiguous(), "grad_out", q, k, v, o, lse.to(torch.promote_types(q.dtype, torch.float32)),
+            True, dropout_p=0.0, scale=ctx.scale,
         )  # fmt: skip
         return (*gradients, None, None)
 

@@ -1,4 +1,6 @@
-"""Train a Transformers Qwen3.5 and time layers on four GPUs beside one: python docs/lab/2026-11-28-four-gpus.py
+"""Train a Transformers Qwen3.5, and time layers, on four GPUs beside one.
+
+    python docs/lab/2026-11-28-four-gpus.py --out rows.jsonl
 
     curve    an unmodified Qwen3.5 learns the bytes of docs/**/*.md by FSDP2 and `gdn.context_parallel`, two
              sequences a step: dp x cp = 2 x 2, cp = 4, and one GPU, which is FSDP2 on a mesh of one rank
@@ -8,7 +10,7 @@
 
 Each case has a time limit. A case that fails or takes longer ends the four processes, and new ones run the
 cases after it. First, processes on torch's fake process group, which sends nothing, compile the kernels side
-by side; the ranks find these in Triton's cache on disk. Rows go to `--out` as JSON lines as soon as they exist.
+by side; the ranks find these in Triton's cache on disk. Rows are appended to `--out` as JSON lines at once.
 `--cpu` runs toy sizes with gloo, where torch has no ring attention: the attention is that of
 tests/test_distributed_transformers.py.
 """
@@ -35,12 +37,14 @@ RANKS = 4
 # case, seconds at most on GPUs, after the start of the processes
 CASES = {"curve bfloat16": 50, "curve float32": 60, "times": 45, "wire": 30, "errors": 30}
 CPU_LIMIT = 200
-WARM = 60  # seconds that compiling takes at most
-# what the processes on a fake group compile: part, rank
+START = 60  # seconds until the ranks have met
+WARM = 50  # seconds that compiling takes at most
+# what the processes on a fake group compile, as which rank, on which GPU: `layers` of a GPU's 80 GiB needs 45
 WARM_RUNS = [
-    ("curve bfloat16", "ranks", 1), ("curve bfloat16", "one", 0), ("curve bfloat16", "one", 1),
-    ("curve float32", "ranks", 1), ("curve float32", "one", 0), ("layers", "bfloat16", 1),
-    ("layers", "bfloat16", 2), ("layers", "float32", 3),
+    ("curve bfloat16 ranks", 1, 0), ("curve bfloat16 ranks", 0, 0), ("curve float32 ranks", 1, 0),
+    ("curve float32 ranks", 0, 0), ("curve float32 one", 0, 0), ("layers long", 1, 1), ("layers long", 0, 2),
+    ("layers long", 3, 2), ("layers short", 1, 2), ("curve bfloat16 one", 0, 3), ("curve bfloat16 one", 1, 3),
+    ("layers short", 0, 3),
 ]  # fmt: skip
 LAYERS = 3
 
@@ -61,7 +65,7 @@ class Sizes:
 class Rank:
     """Hold one process: its device, its sizes, and the meshes over all ranks, which are made once."""
 
-    def __init__(self, number, args, is_fake=False):
+    def __init__(self, number, args, device, is_fake=False):
         import torch
         from torch import distributed as dist
         from torch.distributed.device_mesh import init_device_mesh
@@ -71,9 +75,10 @@ class Rank:
         self.torch, self.dist, self.gdn = torch, dist, gdn
         self.number, self.is_cpu, self.is_fake = number, args.cpu, is_fake
         self.kind = "cpu" if args.cpu else "cuda"
-        self.device = torch.device("cpu") if args.cpu else torch.device("cuda", number % RANKS)
+        self.device = device
         self.sizes = Sizes(args.cpu, args.steps)
-        self.text = b"\n".join(x.read_bytes() for x in sorted(ROOT.glob("docs/**/*.md")))
+        text = b"\n".join(x.read_bytes() for x in sorted(ROOT.glob("docs/**/*.md")))
+        self.text = torch.frombuffer(bytearray(text), dtype=torch.uint8).long().to(device)
         self.meshes = {}
         self.init = init_device_mesh
 
@@ -195,8 +200,8 @@ def batch(r, step, rows):
     pieces = []
     for row in rows:
         start = (2 * step + row) * T % (len(r.text) - T - 1)
-        pieces.append(torch.tensor(list(r.text[start : start + T + 1])))
-    ids = torch.stack(pieces).to(r.device)
+        pieces.append(r.text[start : start + T + 1])
+    ids = torch.stack(pieces)
     positions = torch.arange(T, device=r.device).repeat(len(rows), 1)
     return {"input_ids": ids[:, :-1].clone(), "position_ids": positions, "shift_labels": ids[:, 1:].clone()}
 
@@ -498,18 +503,20 @@ def run_case(r, case):
     yield from functions[name](r, dtype) if dtype else functions[name](r)
 
 
-def start(number, args, backend, **options):
+def start(number, args, backend, gpu, **options):
     """Begin the process group of this process; return its Rank."""
     import torch
     from torch import distributed as dist
 
     torch.set_num_threads(1 if args.cpu else 4)
+    device = torch.device("cpu") if args.cpu else torch.device("cuda", gpu)
     if not args.cpu:
-        torch.cuda.set_device(number % RANKS)
+        torch.cuda.set_device(device)
+        torch.zeros(1, device=device)  # a mesh would choose a device before the first tensor
     if backend == "nccl":
-        options["device_id"] = torch.device("cuda", number)
+        options["device_id"] = device
     dist.init_process_group(backend, rank=number, world_size=RANKS, **options)
-    return Rank(number, args, backend == "fake")
+    return Rank(number, args, device, backend == "fake")
 
 
 def serve(number, args, cases, store, pipe):
@@ -518,7 +525,7 @@ def serve(number, args, cases, store, pipe):
     try:
         from torch import distributed as dist
 
-        r = start(number, args, "gloo" if args.cpu else "nccl", store=dist.FileStore(store, RANKS))
+        r = start(number, args, "gloo" if args.cpu else "nccl", number, store=dist.FileStore(store, RANKS))
         import transformers  # noqa: F401
 
         r.every(None)
@@ -535,16 +542,15 @@ def serve(number, args, cases, store, pipe):
     pipe.recv()  # the parent ends this process; the end of the process group would wait for other ranks
 
 
-def warm(part, dtype, number, args, log):
+def warm(part, number, gpu, args, log):
     """Compile the kernels of one part as one rank of a fake process group, which sends nothing."""
     began, said = time.time(), "ok"
-    sys.stdout = sys.stderr = open(log, "w")  # noqa: SIM115 - open for the life of the process
+    sys.stdout = sys.stderr = open(log + ".err", "w")  # noqa: SIM115 - open for the life of the process
     try:
         from torch.testing._internal.distributed.fake_pg import FakeStore
 
-        r = start(number, args, "fake", store=FakeStore())
+        r = start(number, args, "fake", gpu, store=FakeStore())
         import gdn
-        from gdn.distributed import calls
         from gdn.integrations import transformers_cp
 
         gdn.ContextParallel = functools.partial(gdn.ContextParallel, check="never")
@@ -553,20 +559,18 @@ def warm(part, dtype, number, args, log):
             return gdn.ContextParallel(mesh, order="headtail", num_tokens=num_tokens)
 
         with mock.patch.object(transformers_cp, "_observed", observed), without_wire():
-            assert calls is not None
-            if part == "layers":
-                warm_layers(r, dtype)
-            else:
-                warm_curve(r, part.split()[1], dtype)
+            case, *rest = part.split()
+            (warm_layers if case == "layers" else warm_curve)(r, *rest)
         r.sync()
     except Exception as error:
         said = f"{type(error).__name__} {str(error)[:200]}"
         traceback.print_exc()
-    Path(log).write_text(f"{time.time() - began:.1f} s {said}\n" + Path(log).read_text())
+    Path(log).write_text(f"{time.time() - began:.0f} s {said}")
     os._exit(0)
 
 
 def warm_curve(r, dtype, where):
+    """Run two steps of one GPU, or of both layouts of ranks."""
     with r.gdn.patch_transformers():
         if where == "one":
             _, (groups, environment) = one_gpu(r, dtype)
@@ -578,21 +582,21 @@ def warm_curve(r, dtype, where):
             train(r, flat, dtype, lambda model, step, mesh=mesh: on_ranks(r, model, step, mesh), 2)
 
 
-def warm_layers(r, dtype):
-    if dtype == "float32":
-        exact = stack_of(r, wide(r))
-        runs = runs_of(r, exact, drawn(r, r.sizes.short, 1).to(wide(r)), None)
-        r.medians(runs)
-        return
-    for T in (r.sizes.long, r.sizes.short):
-        cases = {**layouts(r, T), "one GPU": (None, None)}
-        for tp, context in cases.values():
-            layers, x = stack_of(r, narrow(r)), drawn(r, T, 1)
-            if tp is not None:
-                r.gdn.distributed.tensor_parallel(layers, tp, src_data_rank=None)
-            r.medians(runs_of(r, layers, x if context is None else context.shard(x, 1).clone(), context))
-            del layers, x
-            r.clear()
+def warm_layers(r, length):
+    """Run the stack by each layout; one rank also on one GPU, which needs memory and time."""
+    T = getattr(r.sizes, length)
+    cases = layouts(r, T)
+    if r.number == 1:
+        cases["one GPU"] = None, None
+        if length == "short":
+            r.medians(runs_of(r, stack_of(r, wide(r)), drawn(r, T, 1).to(wide(r)), None))
+    for tp, context in cases.values():
+        layers, x = stack_of(r, narrow(r)), drawn(r, T, 1)
+        if tp is not None:
+            r.gdn.distributed.tensor_parallel(layers, tp, src_data_rank=None)
+        r.medians(runs_of(r, layers, x if context is None else context.shard(x, 1).clone(), context))
+        del layers, x
+        r.clear()
 
 
 class Pool:
@@ -601,7 +605,7 @@ class Pool:
     def __init__(self, args, cases, folder):
         context = multiprocessing.get_context("spawn")
         store = tempfile.mktemp(dir=folder)
-        self.pipes, self.processes = [], []
+        self.pipes, self.processes, self.is_ready = [], [], False
         for number in range(RANKS):
             mine, theirs = context.Pipe()
             process = context.Process(target=serve, args=(number, args, cases, store, theirs), daemon=True)
@@ -610,8 +614,15 @@ class Pool:
             self.pipes.append(mine)
             self.processes.append(process)
 
-    def receive(self, case, limit, take):
-        """Wait until all ranks are done with a case; take(row) its rows; return None or why it failed."""
+    def start(self, take):
+        """Wait until the ranks have met, once."""
+        if self.is_ready:
+            return None
+        self.is_ready = True
+        return self.receive(START, take)
+
+    def receive(self, limit, take):
+        """Wait until all ranks are done; take(row) their rows; return None or why one failed."""
         until, left = time.time() + limit, list(self.pipes)
         while left:
             ready = wait(left, timeout=max(0.0, until - time.time()))
@@ -633,7 +644,7 @@ class Pool:
     def run(self, case, limit, take):
         for pipe in self.pipes:
             pipe.send(case)
-        return self.receive(case, limit, take)
+        return self.receive(limit, take)
 
     def end(self):
         for process in self.processes:
@@ -644,26 +655,27 @@ class Pool:
 def compile_all(args, folder):
     """Run `warm` for all parts side by side, and wait; return a line about them."""
     context, began, jobs = multiprocessing.get_context("spawn"), time.time(), []
-    for i, (part, dtype, number) in enumerate(WARM_RUNS):
-        if args.only and not any(x in part or part == "layers" for x in args.only.split(",")):
+    only = args.only.split(",")
+    for i, (part, number, gpu) in enumerate(WARM_RUNS):
+        if not any(x in part or part.startswith("layers") and not x.startswith("curve") for x in only):
             continue
         log = f"{folder}/warm{i}"
-        process = context.Process(target=warm, args=(part, dtype, number, args, log), daemon=True)
+        process = context.Process(target=warm, args=(part, number, gpu, args, log), daemon=True)
         process.start()
-        jobs.append((f"{part} {dtype}", process, log))
+        jobs.append((f"{part} {number}", process, log))
     said = []
     for name, process, log in jobs:
         process.join(max(0.1, began + WARM - time.time()))
         if process.is_alive():
             process.kill()
             process.join()
-        first = (Path(log).read_text().splitlines() or ["no word"])[0] if Path(log).exists() else "no word"
-        said.append(f"{name}: {first}")
+        said.append(f"{name}: {Path(log).read_text() if Path(log).exists() else 'ended'}")
     return said
 
 
 def table(rows):
     """Print the rows of each case as a table."""
+    one = next((x for x in rows if x.get("case") == "times" and x.get("layout") == "one GPU"), None)
     for row in rows:
         case = row["case"]
         if "failed" in row:
@@ -671,23 +683,28 @@ def table(rows):
             print(f"{case}: FAILED {lines[0]} ... {lines[-1][:300]}")
         elif case.startswith("curve"):
             print(
-                f"{case:15} {row['layout']:24} {row['first']:.4f} to {row['last']:.4f}, apart {row['distance']:.1e}"
-                f" (mean {row['mean_distance']:.1e}), {row['ms']:.1f} ms, {row['mib']:.0f} MiB"
+                f"{case:15} {row['layout']:24} {row['first']:.4f} to {row['last']:.4f}, "
+                f"apart {row['distance']:.1e} (mean {row['mean_distance']:.1e}), {row['ms']:.1f} ms, "
+                f"{row['mib']:.0f} MiB"
             )
         elif case == "errors":
             print(
-                f"errors 1e-3     {row['layout']:24} y {1e3 * row['y']:.3f}, dx {1e3 * row['dx']:.3f}, parameters "
-                f"{1e3 * row['parameters']:.3f}, largest {1e3 * row['largest']:.3f} ({row['largest_of']})"
+                f"errors 1e-3     {row['layout']:24} y {1e3 * row['y']:.3f}, dx {1e3 * row['dx']:.3f}, "
+                f"parameters {1e3 * row['parameters']:.3f}, largest {1e3 * row['largest']:.3f} "
+                f"({row['largest_of']})"
             )
         elif case == "times":
-            print(
-                f"times 1x{row['T']:<7} {row['layout']:24} forward {row['forward_ms']:.2f} ms, {row['forward_mib']:.0f}"
-                f" MiB; train {row['train_ms']:.2f} ms, {row['train_mib']:.0f} MiB"
-            )
+            texts = []
+            for what in ("forward", "train"):
+                ms = row[f"{what}_ms"]
+                speed = f" ({one[f'{what}_ms'] / ms:.2f}x)" if one else ""
+                texts.append(f"{what} {ms:.2f} ms{speed}, {row[f'{what}_mib']:.0f} MiB")
+            print(f"times 1x{row['T']:<7} {row['layout']:24} {'; '.join(texts)}")
         elif case == "wire":
             print(
-                f"wire {row['what']:10} {row['exchange']:24} {row['cp4_ms']:.2f} ms, copies {row['copies_ms']:.2f},"
-                f" T/4 alone {row['quarter_ms']:.2f}: {row['not_hidden']:.1%} not hidden"
+                f"wire {row['what']:10} {row['exchange']:24} {row['cp4_ms']:.2f} ms, copies "
+                f"{row['copies_ms']:.2f}, T/4 alone {row['quarter_ms']:.2f}: "
+                f"{row['not_hidden']:.1%} not hidden"
             )
 
 
@@ -716,16 +733,11 @@ def main():
         if not args.no_warm:
             pool = None if args.cpu else Pool(args, pending, folder)
             said = compile_all(args, folder)
-            print(f"{time.time() - BEGAN:.0f} s: compiled; " + "; ".join(said), flush=True)
+            print(f"{time.time() - BEGAN:.0f} s: compiled ({'; '.join(said)})", flush=True)
         while pending and time.time() - BEGAN < limit:
-            if pool is None:
-                pool = Pool(args, pending, folder)
-            failure = None
-            if pool is not None and not hasattr(pool, "is_ready"):
-                failure = pool.receive("start", 60, take)
-                pool.is_ready = True
-            case = pending.pop(0)
-            began = time.time()
+            pool = pool or Pool(args, pending, folder)
+            failure = pool.start(take)
+            case, began = pending.pop(0), time.time()
             if failure is None:
                 most = CPU_LIMIT if args.cpu else CASES[case]
                 failure = pool.run(case, min(most, limit + BEGAN - time.time()), take)
