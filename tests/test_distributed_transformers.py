@@ -198,6 +198,48 @@ def test_layers_without_a_context_are_seen(ranks):
         assert max(errors[1:]) > 1e-2
 
 
+def shard(model: nn.Module, mesh: Any, dtype: torch.dtype) -> None:
+    """Call FSDP2 on layers, blocks and the model, with parameters in a dtype but for the gates."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    gdn.distributed.fully_shard_layers(model, mesh=mesh, mp_policy=policy)
+    for module in (*model.model.layers, model):
+        fully_shard(module, mesh=mesh, mp_policy=policy)
+
+
+def train_sharded(rank: int, dtype: torch.dtype) -> list[Any]:
+    """Return the errors of the loss and of all gradients under FSDP2, and dtypes within a forward."""
+    mesh = init_device_mesh("cpu", (1, 3), mesh_dim_names=("dp", "cp"))
+    alone_mesh = init_device_mesh("cpu", (3, 1), mesh_dim_names=("each", "one"))["one"]
+    alone, model, dtypes = model_of("qwen3_5").float(), model_of("qwen3_5").float(), []
+    shard(alone, alone_mesh, dtype)
+    shard(model, mesh["dp", "cp"]._flatten(f"dp_cp_{dtype}"), dtype)
+    mixer, x = model.model.layers[0].linear_attn, batch(60)
+    mixer.norm.register_forward_hook(
+        lambda *_: dtypes.extend([mixer.A_log.dtype, mixer.in_proj_a.weight.dtype])
+    )
+    with gdn.patch_transformers():
+        want = loss_of(alone, x, 60)
+        want.backward()
+        options: dict[str, Any] = {"buffers": list(x.values()), "buffer_seq_dims": [1, 1, 1]}
+        with gdn.context_parallel(model, mesh["cp"], **options), attention_on_ranks(mesh["cp"].get_group()):
+            loss = loss_of(model, x, 60)
+            (3 * loss).backward()  # FSDP2 averages
+    total = loss.detach().clone()
+    dist.all_reduce(total)
+    pairs = zip(model.parameters(), alone.parameters(), strict=True)
+    errors = [relative(p.grad.full_tensor(), q.grad.full_tensor()) for p, q in pairs]
+    return [relative(total, want.detach()), max(errors), dtypes]
+
+
+@pytest.mark.parametrize("dtype, limits", [(torch.float32, (1e-6, 1e-4)), (torch.bfloat16, (1e-3, 0.1))])
+def test_tokens_on_ranks_train_under_fsdp_with_gates_in_fp32(ranks, dtype, limits):
+    for *errors, dtypes in ranks.run(train_sharded, dtype):
+        assert dtypes == [torch.float32, dtype]
+        assert all(x <= limit for x, limit in zip(errors, limits, strict=True)), errors
+
+
 def refuse(rank: int) -> None:
     from transformers.models.qwen3_5 import modeling_qwen3_5 as file
 
