@@ -91,12 +91,12 @@ class Ring(torch.autograd.Function):
     """Run torch's ring attention with the attention kernel of CPUs, which torch does not register for it."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, scale: float, group: Any) -> Tensor:
         o, lse = ring._templated_ring_attention(
-            dist.group.WORLD, 2, torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default, q, k, v,
+            group, 2, torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default, q, k, v,
             is_causal=True, dropout_p=0.0, scale=scale,
         )  # fmt: skip
-        ctx.scale = scale
+        ctx.scale, ctx.group = scale, group
         ctx.save_for_backward(q, k, v, o, lse)
         return o
 
@@ -104,19 +104,20 @@ class Ring(torch.autograd.Function):
     def backward(ctx: Any, do: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, o, lse = ctx.saved_tensors
         gradients = ring._templated_ring_attention_backward(
-            dist.group.WORLD, 2, torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
-            do.contiguous(), "grad_out", q, k, v, o, lse.to(q.dtype), True, dropout_p=0.0, scale=ctx.scale,
+            ctx.group, 2, torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
+            do.contiguous(), "grad_out", q, k, v, o, lse.to(torch.promote_types(q.dtype, torch.float32)),
+            True, dropout_p=0.0, scale=ctx.scale,
         )  # fmt: skip
-        return (*gradients, None)
+        return (*gradients, None, None)
 
 
 def attend(
-    module: nn.Module, q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any
+    group: Any, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any
 ) -> tuple[Tensor, None]:
     """Attend by torch's ring, in the order of tokens that torch's context_parallel has chosen."""
     assert all(x is None for x in args), "a mask"
     k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
-    return Ring.apply(q.contiguous(), k, v, kwargs["scaling"]).transpose(1, 2).contiguous(), None
+    return Ring.apply(q.contiguous(), k, v, kwargs["scaling"], group).transpose(1, 2).contiguous(), None
 
 
 def batch(num_tokens: int) -> dict[str, Tensor]:
@@ -132,11 +133,12 @@ def loss_of(model: nn.Module, x: dict[str, Tensor], num_tokens: int) -> Tensor:
 
 
 @contextmanager
-def attention_on_ranks() -> Iterator[None]:
+def attention_on_ranks(group: Any = None) -> Iterator[None]:
+    """Attend on the ranks of a group, by default on all."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     original = ALL_ATTENTION_FUNCTIONS["sdpa"]
-    ALL_ATTENTION_FUNCTIONS["sdpa"] = attend
+    ALL_ATTENTION_FUNCTIONS["sdpa"] = functools.partial(attend, group or dist.group.WORLD)
     yield
     ALL_ATTENTION_FUNCTIONS["sdpa"] = original
 
@@ -194,6 +196,48 @@ def test_layers_without_a_context_are_seen(ranks):
     """A layer that takes its shard for a sequence gives other gradients."""
     for errors in ranks.run(train, "qwen3_5", 60, False, False):
         assert max(errors[1:]) > 1e-2
+
+
+def shard(model: nn.Module, mesh: Any, dtype: torch.dtype) -> None:
+    """Call FSDP2 on layers, blocks and the model, with parameters in a dtype but for the gates."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    gdn.distributed.fully_shard_layers(model, mesh=mesh, mp_policy=policy)
+    for module in (*model.model.layers, model):
+        fully_shard(module, mesh=mesh, mp_policy=policy)
+
+
+def train_sharded(rank: int, dtype: torch.dtype) -> list[Any]:
+    """Return the errors of the loss and of all gradients under FSDP2, and dtypes within a forward."""
+    mesh = init_device_mesh("cpu", (1, 3), mesh_dim_names=("dp", "cp"))
+    alone_mesh = init_device_mesh("cpu", (3, 1), mesh_dim_names=("each", "one"))["one"]
+    alone, model, dtypes = model_of("qwen3_5").float(), model_of("qwen3_5").float(), []
+    shard(alone, alone_mesh, dtype)
+    shard(model, mesh["dp", "cp"]._flatten(f"dp_cp_{dtype}"), dtype)
+    mixer, x = model.model.layers[0].linear_attn, batch(60)
+    mixer.norm.register_forward_hook(
+        lambda *_: dtypes.extend([mixer.A_log.dtype, mixer.in_proj_a.weight.dtype])
+    )
+    with gdn.patch_transformers():
+        want = loss_of(alone, x, 60)
+        want.backward()
+        options: dict[str, Any] = {"buffers": list(x.values()), "buffer_seq_dims": [1, 1, 1]}
+        with gdn.context_parallel(model, mesh["cp"], **options), attention_on_ranks(mesh["cp"].get_group()):
+            loss = loss_of(model, x, 60)
+            (3 * loss).backward()  # FSDP2 averages
+    total = loss.detach().clone()
+    dist.all_reduce(total)
+    pairs = zip(model.parameters(), alone.parameters(), strict=True)
+    errors = [relative(p.grad.full_tensor(), q.grad.full_tensor()) for p, q in pairs]
+    return [relative(total, want.detach()), max(errors), dtypes]
+
+
+@pytest.mark.parametrize("dtype, limits", [(torch.float32, (1e-6, 1e-4)), (torch.bfloat16, (1e-3, 0.1))])
+def test_tokens_on_ranks_train_under_fsdp_with_gates_in_fp32(ranks, dtype, limits):
+    for *errors, dtypes in ranks.run(train_sharded, dtype):
+        assert dtypes == [torch.float32, dtype]
+        assert all(x <= limit for x, limit in zip(errors, limits, strict=True)), errors
 
 
 def refuse(rank: int) -> None:
