@@ -255,9 +255,12 @@ def prefill_of_histories(D: int, dtype: torch.dtype, pool_dtype: torch.dtype, *l
         history_dtype=dtype, state_v_first=x["state_v_first"],
     )  # fmt: skip
 
+    where = {"state_index": torch.arange(3), "out_state_index": slots(3) + 3}
+    snapshots = with_snapshots(D)
+
     def call() -> None:
-        api.prefill(**x, state_index=torch.arange(3), out_state_index=slots(3) + 3, backend="triton")
-        api.prefill(**x | with_snapshots(D), backend="triton")
+        api.prefill(**x, **where, backend="triton")
+        api.prefill(**x, **snapshots, backend="triton")
 
     return call
 
