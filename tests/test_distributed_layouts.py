@@ -124,7 +124,7 @@ def run_on(ranks: kit.Ranks, function: Any, layout: str | None, *args: Any) -> l
 def test_a_checkpoint_of_one_layout_continues_under_another(four_ranks, tmp_path):
     want = run_on(four_ranks, save, None, str(tmp_path / "None"))
     assert want[-1] < 0.99 * want[1]
-    for saved, others in (("tp x cp", ["tp", None]), (None, ["tp x cp"])):
+    for saved, others in (("tp x cp", ["tp", "dp x cp", None]), (None, ["tp x cp"])):
         folder = str(tmp_path / str(saved))
         losses = want if saved is None else run_on(four_ranks, save, saved, folder)
         assert distance(losses, want) <= 1e-5, saved
