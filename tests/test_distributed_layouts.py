@@ -9,20 +9,17 @@ import pytest
 import torch
 from kit import forks
 from kit import ranks as kit
+from kit.exchanges import cases_of, compare_exchanges, mesh_of
 from kit.processes import ROOT
-from kit.sharded import Sharded, errors
-from torch import Tensor, nn
+from kit.sharded import LIMITS, Sharded, errors
+from kit.split_models import Run, Sizes, compare_layer, distance, train
+from torch import Tensor
 from torch import distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
-from torch.nn import functional as F
 
 import gdn
 from gdn.distributed import nodes
 
 pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="PyTorch has no gloo")
-
-T, VOCAB = 64, 32
-LAYOUTS = {"tp x cp": (2, 2), "tp": (1, 4)}  # ranks of context (and FSDP2), of heads
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +40,7 @@ NODES = {
 
 def fold_by_nodes(rank: int, wrong: bool) -> dict[str, float]:
     """Return the largest error of each case; wrong: with an M of a whole group of runs that is dropped."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("nodes", "ranks"))
+    mesh = mesh_of(nodes=2, ranks=2)
     right = nodes.fold_transfers
 
     def drop(transfers: Tensor, passes: Any, V: int, backend: str | None) -> Tensor:
@@ -67,53 +64,26 @@ def test_nodes_fold_the_states_of_the_reference_recurrence(four_ranks):
     assert found["drawn"] > 1e-3, "a dropped M of a node"
 
 
-class Model(nn.Module):
-    """Predict tokens with two layers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(5)
-        self.embed, self.head = nn.Embedding(VOCAB, 16), nn.Linear(16, VOCAB)
-        self.mixers = nn.ModuleList(gdn.GatedDeltaNet(16, 4, 8, 4, 4, with_conv_bias=True) for _ in range(2))
-
-    def forward(self, ids: Tensor, context: Any = None) -> Tensor:
-        x = self.embed(ids)
-        for mixer in self.mixers:
-            x = x + mixer(F.rms_norm(x, (16,)), cp_context=context)
-        return self.head(F.rms_norm(x, (16,)))
+@pytest.mark.parametrize(
+    "name",
+    ["resets, unequal, packed", "zigzag of two rows", "a run of two tokens", "fewer key heads than ranks"],
+)
+def test_every_exchange_computes_the_reference_recurrence(four_ranks, name):
+    case = cases_of(4, 16, 16, torch.float32)[name]
+    for wrong in four_ranks.run(compare_exchanges, case, 1):
+        assert not wrong
 
 
-class Run:
-    """Hold a model under a layout, its optimizer and its losses."""
+def test_a_layer_on_ranks_of_heads_and_of_tokens_computes_as_one_process(four_ranks):
+    for errors_of_rank in four_ranks.run(compare_layer, Sizes(), torch.float64):
+        assert max(errors_of_rank.values()) <= LIMITS[torch.float64], errors_of_rank
 
-    def __init__(self, layout: str | None, **policy: Any) -> None:
-        from torch.distributed.fsdp import fully_shard
 
-        self.model, self.context = Model(), None
-        if layout is not None:
-            num_contexts, num_heads = LAYOUTS[layout]
-            mesh = init_device_mesh("cpu", (num_contexts, num_heads), mesh_dim_names=("cp", "tp"))
-            self.context = gdn.ContextParallel(mesh["cp"], num_tokens=T)
-            gdn.distributed.tensor_parallel(self.model, mesh["tp"])
-            gdn.distributed.fully_shard_layers(self.model, mesh=mesh["cp"], **policy)
-            fully_shard(self.model, mesh=mesh["cp"], **policy)
-        self.optimizer = torch.optim.Adam(self.model.parameters(), 1e-2)
-
-    def step(self) -> float:
-        ids = torch.randint(0, VOCAB, (1, T + 1), generator=torch.Generator().manual_seed(6))
-        inputs, labels, context = ids[:, :-1], ids[:, 1:], self.context
-        if context is not None:
-            inputs, labels = context.shard(inputs, 1), context.shard(labels, 1)
-        logits = self.model(inputs, context)
-        loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum") / T
-        total = loss.detach().clone()
-        if context is not None:
-            dist.all_reduce(total, group=context._groups.whole)
-            loss = loss * context.world_size  # FSDP2 averages gradients over the ranks of tokens
-        self.optimizer.zero_grad()
-        loss.backward()
-        self.optimizer.step()
-        return float(total)
+def test_layouts_train_as_one_process(four_ranks):
+    want = run_on(four_ranks, train, None, Sizes(), 4)
+    assert want[-1] < 0.99 * want[0]
+    for layout in ("tp x cp", "dp x cp", "dp x cp, replicated", "dp x cp x tp"):
+        assert distance(run_on(four_ranks, train, layout, Sizes(), 4), want) <= 1e-5, layout
 
 
 def states(run: Run) -> dict[str, Any]:
@@ -142,13 +112,9 @@ def load(rank: int, layout: str | None, folder: str) -> list[float]:
     return [run.step() for _ in range(2)]
 
 
-def distance(losses: list[float], want: list[float]) -> float:
-    return max(abs(a - b) / b for a, b in zip(losses, want, strict=True))
-
-
-def run_on(ranks: kit.Ranks, function: Any, layout: str | None, folder: str) -> list[float]:
+def run_on(ranks: kit.Ranks, function: Any, layout: str | None, *args: Any) -> list[float]:
     """Return the losses of a layout, which are the same on all its ranks; None is one process."""
-    outcomes = ranks.outcomes(function, layout, folder, only=None if layout else [0])
+    outcomes = ranks.outcomes(function, layout, *args, only=None if layout else [0])
     assert all(is_done for is_done, _ in outcomes), outcomes
     losses = [x for _, x in outcomes]
     assert losses.count(losses[0]) == len(losses)
@@ -158,7 +124,7 @@ def run_on(ranks: kit.Ranks, function: Any, layout: str | None, folder: str) -> 
 def test_a_checkpoint_of_one_layout_continues_under_another(four_ranks, tmp_path):
     want = run_on(four_ranks, save, None, str(tmp_path / "None"))
     assert want[-1] < 0.99 * want[1]
-    for saved, others in (("tp x cp", ["tp", None]), (None, ["tp x cp"])):
+    for saved, others in (("tp x cp", ["tp", "dp x cp", None]), (None, ["tp x cp"])):
         folder = str(tmp_path / str(saved))
         losses = want if saved is None else run_on(four_ranks, save, saved, folder)
         assert distance(losses, want) <= 1e-5, saved

@@ -7,6 +7,7 @@ from unittest import mock
 
 import pytest
 import torch
+from kit.exchanges import GATES
 from kit.sharded import LIMITS, TOKENS, Sharded, computed, errors, gathered, inputs, relative
 from torch import distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
@@ -24,7 +25,6 @@ from gdn.testing.accuracy import error_limits
 pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="PyTorch has no gloo")
 
 ZIGZAG = [(0, 0, 17), (1, 17, 31), (2, 31, 45), (2, 45, 58), (1, 58, 74), (0, 74, 90)]
-GATES = {"use_gate_in_kernel": True, "use_qk_l2norm_in_kernel": True, "use_beta_sigmoid_in_kernel": True}
 CASES = {
     "contiguous": Sharded({"num_tokens": 90}),
     "contiguous, chunks of 64 and more": Sharded({"num_tokens": 250}, T=250, B=1, H=3, HV=3, gate="none"),

@@ -5,10 +5,11 @@ from typing import Any
 
 import pytest
 import torch
+from kit.exchanges import mesh_of
 from kit.sharded import relative
+from kit.split_models import gradients, whole
 from torch import Tensor, nn
 from torch import distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
 
 import gdn
@@ -26,22 +27,6 @@ def layer(dtype: torch.dtype = torch.float64) -> gdn.GatedDeltaNet:
 def tokens(num: int, *size: int) -> tuple[Tensor, ...]:
     generator = torch.Generator().manual_seed(2)
     return tuple(torch.randn(num, *size, generator=generator, dtype=torch.float64))
-
-
-def gradients(module: nn.Module) -> dict[str, Tensor]:
-    """Return the gradients of all parameters by the names of the whole layer; they replace the parameters."""
-    with torch.no_grad():
-        for parameter in module.parameters():
-            parameter.copy_(parameter.grad)
-    return {name: whole(x) for name, x in module.state_dict().items()}
-
-
-def whole(x: Tensor) -> Tensor:
-    return x.full_tensor() if hasattr(x, "full_tensor") else x
-
-
-def mesh_of(**sizes: int) -> DeviceMesh:
-    return init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
 
 
 def mix(rank: int, sequence_parallel: bool) -> float:

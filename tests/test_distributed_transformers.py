@@ -9,6 +9,7 @@ from unittest import mock
 import pytest
 import torch
 from kit.sharded import relative
+from kit.split_models import gradients, whole
 from torch import Tensor, nn
 from torch import distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
@@ -42,10 +43,6 @@ def model_of(family: str) -> nn.Module:
     return transformers.Qwen3NextForCausalLM(transformers.Qwen3NextConfig(**options)).double()
 
 
-def whole(x: Tensor) -> Tensor:
-    return x.full_tensor() if hasattr(x, "full_tensor") else x
-
-
 def split(rank: int, family: str) -> list[float]:
     """Return the errors of logits, gradients and state_dict of a model whose heads are on three ranks."""
     alone, model = model_of(family), model_of(family)
@@ -71,14 +68,6 @@ def split(rank: int, family: str) -> list[float]:
     assert mixer.out_proj.weight.shape == (24, 8), "a rank computes a third of the heads"
     assert type(mixer).forward is not type(alone.model.layers[0].linear_attn).forward
     return errors
-
-
-def gradients(module: nn.Module) -> dict[str, Tensor]:
-    """Return the gradients of all parameters by the names of the whole layer; they replace the parameters."""
-    with torch.no_grad():
-        for parameter in module.parameters():
-            parameter.copy_(parameter.grad)
-    return module.state_dict()
 
 
 @pytest.mark.parametrize("family", FAMILIES)

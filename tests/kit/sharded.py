@@ -99,6 +99,11 @@ def expected(p: Sharded) -> dict[str, Tensor]:
     return {"o": o.detach(), "final_state": S.detach(), **{f"d{n}": t.grad for n, t in leaves.items()}}
 
 
+def device_of_rank() -> torch.device:
+    """Return the device of this rank: a GPU with NCCL."""
+    return torch.device("cuda", dist.get_rank()) if dist.get_backend() == "nccl" else torch.device("cpu")
+
+
 def computed(p: Sharded, context: Any) -> dict[str, Tensor]:
     """Return outputs and gradients of the call on the tokens of this rank, on the device of the ranks.
 
@@ -106,7 +111,7 @@ def computed(p: Sharded, context: Any) -> dict[str, Tensor]:
     their sequence, other rows none.
     """
     given, do, dS = inputs(p)
-    device = torch.device("cuda", context.rank) if dist.get_backend() == "nccl" else torch.device("cpu")
+    device = device_of_rank()
     x, do, dS = {n: t.to(device) for n, t in given.items()}, do.to(device), dS.to(device)
     pieces = context.pieces(p.cu_seqlens, batch=p.B)
     local = {n: context.shard(t, 1) if n in TOKENS else t for n, t in x.items()}
