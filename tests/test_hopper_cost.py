@@ -79,6 +79,42 @@ def test_ctas_of_one_consumer():
         assert len({cost._consumers(HV, (distribution,), cut, 132) for cut in cuts}) == 1
 
 
+def problem_of(HV, lengths):
+    """Return a problem of packed sequences whose lengths the host does not know."""
+    given = inputs(replace(BASE, heads=(1, HV), lengths=packed(64)), torch.bfloat16).tensors
+    tensors = {
+        name: given[name].new_empty(1, sum(lengths), *given[name].shape[2:], device="meta")
+        for name in ("q", "k", "v", "g", "beta")
+    }
+    return parse(**tensors, cu_seqlens=torch.tensor([0, *lengths]).cumsum(0).to("meta"))
+
+
+def test_short_sequences_of_unknown_lengths_are_not_cut():
+    """Cut where one sequence may have so many tokens that a cut pays for its launches, if it is not there.
+
+    On an H200 the launches took 12 to 18 us where no sequence was cut (16 or 8 of 64 to 256 tokens of 8
+    heads), and gather and scatter of a pool of 128 states 17 more.
+    """
+    for HV, lengths in ((8, [64] * 16), (8, [17] * 16), (8, [256] * 8), (1, [64] * 16), (32, [64] * 4)):
+        assert cost.cuts_of(problem_of(HV, lengths)) is None
+    # one of sixteen may have 2,048 tokens, or 3,072; one of four 6,000
+    assert cost.cuts_of(problem_of(8, [128] * 16)) is None
+    assert cost.cuts_of(problem_of(8, [192] * 16)) is not None
+    assert cost.cuts_of(problem_of(8, [192] * 16), has_pool=True) is None
+    assert cost.cuts_of(problem_of(8, [1500] * 4), has_pool=True) is not None
+    # the longest that one may be, not the bound of all chunks
+    assert cost.sizes_of(problem_of(8, [65] * 16))[1] == ((16, 32, 2), (16, 17, 17))
+
+
+def test_which_scan_a_problem_has():
+    """Move states by TMA where an SM has two items of few chunks."""
+    for HV, lengths, expected in (
+        (8, [64] * 16, False), (66, [64] * 2, False), (8, [64] * 17, True), (67, [64] * 2, True),
+        (32, [448] * 8, True), (32, [513] * 8, False),
+    ):  # fmt: skip
+        assert cost.has_short_items(problem_of(HV, lengths)) == expected
+
+
 def test_lengths_on_the_host_decide_on_segments():
     """Use `cu_seqlens_cpu`: four long sequences of 32 heads fill the SMs, one long sequence does not."""
     given = inputs(replace(BASE, heads=(1, 32), lengths=packed(*[2048] * 4)), torch.bfloat16)

@@ -64,7 +64,7 @@ def test_a_sequence_has_the_bits_that_it_has_alone(monkeypatch):
         tokens, *found = forward_of(given, order, lengths)
         assert same_bits(found[0], o[:, tokens]) and same_bits(found[1], final[list(order)])
     # another cut has other bits, as a batch has without batch_invariant
-    monkeypatch.setattr(cost, "cuts_of", lambda problem: Cuts(*equal_cuts(4)))
+    monkeypatch.setattr(cost, "cuts_of", lambda problem, has_pool=False: Cuts(*equal_cuts(4)))
     assert not same_bits(forward_of(given, (3,), lengths)[2], final[[3]])
 
 

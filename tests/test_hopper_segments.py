@@ -178,7 +178,7 @@ def test_decays_decide_on_the_cut(monkeypatch, gate, has_open, has_decays, is_fe
     With one head of the two that never decays, half have one.
     """
     cuts = Cuts(Cut(3, 9, 3), Cut(4, 1, 1))
-    monkeypatch.setattr(cost, "cuts_of", lambda problem: cuts)
+    monkeypatch.setattr(cost, "cuts_of", lambda problem, has_pool=False: cuts)
     found, call = [], Simulated.__call__
 
     def watched(launch, *tensors):

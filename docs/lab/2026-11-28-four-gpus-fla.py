@@ -3,8 +3,8 @@
     PYTHONPATH=src:benchmarks:FLA python docs/lab/2026-11-28-four-gpus-fla.py --ranks 4 --out rows.jsonl
 
 FLA's kernels are tuned over the configurations of the script of 2026-11-27, which `--workers` processes
-compile first into Triton's cache, of every rank on torch's fake process group, launching none. FLA refuses its
-backward with Triton 3.4 to 3.7.0 on Hopper ("incorrect results"); the check is left out, so that its time can
+compile first into Triton's cache, of every rank on torch's fake process group, launching none. FLA refuses
+its backward with Triton 3.4 to 3.7.0 on Hopper ("incorrect results"); the check is left out, so that its time can
 be read, and its gradients are compared with gdn's.
 """
 
@@ -36,9 +36,9 @@ def scaling_of(args):
 
 def measure(rank, scaling):
     """Yield the rows of `gdn bench ranks` with FLA's tuning cut short."""
-    from gdn_bench.passes import ranks
-
     import fla.ops.gated_delta_rule  # noqa: F401
+
+    from gdn_bench.passes import ranks
 
     before.shrink()
     yield from ranks.measure(rank, scaling)
@@ -46,6 +46,7 @@ def measure(rank, scaling):
 
 def warm(args):
     """Compile a share of FLA's kernels of all ranks, launching none."""
+    import fla.ops.gated_delta_rule  # noqa: F401
     import torch
     from torch import distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -53,8 +54,6 @@ def warm(args):
 
     from gdn_bench.passes import ranks
     from gdn_bench.timing.ranks import Rank
-
-    import fla.ops.gated_delta_rule  # noqa: F401
 
     torch.cuda.set_device(args.worker % torch.cuda.device_count())
     dist.init_process_group("fake", rank=0, world_size=args.ranks, store=FakeStore())

@@ -3,14 +3,15 @@
     PYTHONPATH=src python docs/lab/2026-11-28-history-sanitizer.py problems      (compiles)
     PYTHONPATH=src compute-sanitizer --tool racecheck --print-limit 9999 python ... problems
     PYTHONPATH=src python docs/lab/2026-11-28-history-sanitizer.py reruns [COUNT]
-    PYTHONPATH=src compute-sanitizer --tool racecheck --print-limit 9999 python ... control
+    PYTHONPATH=src compute-sanitizer --tool racecheck --print-limit 9999 python ... control [1]
 
-problems: 48 rows of 32 value heads, so that a CTA takes several rows and heads, three steps; some rows have no
-slot, cursors are such that rows fold in each step. States in fp32 and bf16. `count` of
+problems: 48 rows of 32 value heads, so that a CTA takes several rows and heads, three steps; some rows have
+no slot, cursors are such that rows fold in each step. States in fp32 and bf16. `count` of
 2026-11-27-training-sanitizer.py prints the races of a log by kernel and pair of lines.
-control: a kernel of 20 lines with the protocol alone: two warps copy tiles by cp.async, whose arrival an
-mbarrier counts, four warps wait, read, meet at a barrier, and one of them arrives for all. What racecheck
-reports of it, it reports of any such kernel. Then the same without the wait, which is a race.
+control: a kernel of 30 lines with the protocol alone: two warps copy tiles by cp.async, 16 bytes a lane, whose
+arrival an mbarrier counts; four warps wait, read, meet at a barrier, and one of them arrives for all. What
+racecheck reports of it, it reports of any such kernel. `control 1`: the readers wait after they have read, a
+race.
 """
 
 import sys
@@ -20,60 +21,75 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 import gdn
-from gdn.backends.hopper.gluon import barrier, cp_async, cp_async_arrive, cp_async_commit, cp_async_wait, mbarrier
+from gdn.backends.hopper.gluon import (
+    barrier,
+    cp_async,
+    cp_async_arrive,
+    cp_async_commit,
+    cp_async_wait,
+    mbarrier,
+)
 from gdn.backends.triton import launch
 
 ROWS, H, HV, D, PLACES, STEPS = 48, 16, 32, 128, 16, 3
 FORMS = (torch.float32, torch.bfloat16)
-STAGES, TILE = gl.constexpr(2), gl.constexpr(512)  # floats: 16 bytes of each of 64 lanes, twice
-LANES = gl.constexpr(gl.BlockedLayout([4], [32], [2], [0]))
-READERS = gl.constexpr(gl.BlockedLayout([4], [32], [4], [0]))
+STAGES, ROWS_OF_TILE, COLUMNS = gl.constexpr(2), gl.constexpr(128), gl.constexpr(128)
+TILE = gl.constexpr(128 * 128)  # floats
+LANES = gl.constexpr(gl.BlockedLayout([1, 4], [1, 32], [2, 1], [1, 0]))
+READERS = gl.constexpr(gl.BlockedLayout([1, 4], [1, 32], [4, 1], [1, 0]))
 
 
 @gluon.jit
-def copy_tiles(x_ptr, y_ptr, turns, tiles, full, empty, WAITS: gl.constexpr):
+def offsets(LAYOUT: gl.constexpr):
+    row = gl.arange(0, ROWS_OF_TILE, gl.SliceLayout(1, LAYOUT))
+    return row[:, None] * COLUMNS + gl.arange(0, COLUMNS, gl.SliceLayout(0, LAYOUT))[None, :]
+
+
+@gluon.jit
+def copy_tiles(x_ptr, y_ptr, turns, tiles, full, empty, IS_RACE: gl.constexpr):
     for turn in range(turns):
         stage, phase = turn % STAGES, (turn // STAGES) & 1
         mbarrier.wait(empty.index(stage), phase ^ 1)
-        cp_async(tiles.index(stage), x_ptr + turn * TILE + gl.arange(0, TILE, LANES))
+        cp_async(tiles.index(stage), x_ptr + (turn * TILE + offsets(LANES)))
         cp_async_arrive(full.index(stage), increment_count=False)
     cp_async_commit()
     cp_async_wait(0)
 
 
 @gluon.jit
-def read_tiles(x_ptr, y_ptr, turns, tiles, full, empty, WAITS: gl.constexpr):
+def read_tiles(x_ptr, y_ptr, turns, tiles, full, empty, IS_RACE: gl.constexpr):
     for turn in range(turns):
         stage, phase = turn % STAGES, (turn // STAGES) & 1
-        if WAITS:
+        if not IS_RACE:
             mbarrier.wait(full.index(stage), phase)
         tile = tiles.index(stage).load(READERS)
+        if IS_RACE:
+            mbarrier.wait(full.index(stage), phase)
         barrier()
         mbarrier.arrive(empty.index(stage), count=1)
-        gl.store(y_ptr + turn * TILE + gl.arange(0, TILE, READERS), tile)
+        gl.store(y_ptr + (turn * TILE + offsets(READERS)), tile)
 
 
 @gluon.jit
-def control_kernel(x_ptr, y_ptr, turns, WAITS: gl.constexpr):
-    layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    tiles = gl.allocate_shared_memory(gl.float32, [STAGES, TILE], layout)
+def control_kernel(x_ptr, y_ptr, turns, IS_RACE: gl.constexpr):
+    layout: gl.constexpr = gl.SwizzledSharedLayout(4, 1, 8, [1, 0])
+    tiles = gl.allocate_shared_memory(gl.float32, [STAGES, ROWS_OF_TILE, COLUMNS], layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=64)
         mbarrier.init(empty.index(i), count=1)
-    given = (x_ptr, y_ptr, turns, tiles, full, empty, WAITS)
+    given = (x_ptr, y_ptr, turns, tiles, full, empty, IS_RACE)
     gl.warp_specialize([(read_tiles, given), (copy_tiles, given)], [2], [64])
 
 
-def control():
+def control(is_race):
     turns = 8
     x = torch.randn(turns * TILE.value, device="cuda")
-    for waits in (True, False):
-        y = torch.zeros_like(x)
-        control_kernel[(2,)](x, y, turns, waits, num_warps=4)
-        torch.cuda.synchronize()
-        print("control", "waits" if waits else "does not wait", torch.equal(x, y), flush=True)
+    y = torch.zeros_like(x)
+    control_kernel[(2,)](x, y, turns, is_race, num_warps=4)
+    torch.cuda.synchronize()
+    print("control", "race" if is_race else "", torch.equal(x, y), flush=True)
 
 
 def make_call(dtype):
@@ -138,4 +154,8 @@ def reruns(count):
 
 if __name__ == "__main__":
     what, *rest = sys.argv[1:]
-    {"problems": problems, "control": control, "reruns": lambda n="200": reruns(int(n))}[what](*rest)
+    {
+        "problems": problems,
+        "control": lambda n="0": control(n == "1"),
+        "reruns": lambda n="200": reruns(int(n)),
+    }[what](*rest)

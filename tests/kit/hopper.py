@@ -170,7 +170,7 @@ simulated = pytest.mark.skipif(not INTERPRETED, reason="expected kernels to be i
 def set_segments(monkeypatch, chunks):
     """Cut sequences into segments of so many chunks, or by a given cut, whatever the cost model says."""
     cuts = cost.equal_cuts(chunks) if isinstance(chunks, int) else chunks and Cuts(chunks, chunks)
-    monkeypatch.setattr(cost, "cuts_of", lambda problem: cuts)
+    monkeypatch.setattr(cost, "cuts_of", lambda problem, has_pool=False: cuts)
 
 
 def set_consumers(monkeypatch, consumers):

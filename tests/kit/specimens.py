@@ -515,7 +515,7 @@ def hopper_forward(
         # the plan cache's key has no cuts and no number of warpgroups
         plans = patch.object(rule, "_forwards", PlanCache())
         cuts = None if segment is None else cost.equal_cuts(segment)
-        with patch.object(cost, "cuts_of", lambda problem: cuts), plans:
+        with patch.object(cost, "cuts_of", lambda problem, has_pool=False: cuts), plans:
             for count in consumers:
                 with patch.object(cost, "consumers_of", lambda problem, cuts, count=count: count):
                     rule.forward(rule.to_kernel_layout(problem), kept)

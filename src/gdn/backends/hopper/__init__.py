@@ -174,7 +174,7 @@ def _prefill(problem: PrefillProblem) -> None:
     # the gather from the pool and the scatter into it are `triton`'s; only the forward between them differs.
     # Sequences that are not cut into segments read and update the pool in place.
     forward = _module("rule").forward
-    is_in_place = cost.cuts_of(problem.rule) is None
+    is_in_place = cost.cuts_of(problem.rule, has_pool=True) is None
     import_module("gdn.backends.triton.serving.prefill").prefill(problem, forward, is_in_place)
 
 

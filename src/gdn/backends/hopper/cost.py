@@ -34,6 +34,9 @@ SCAN_COSTS = {1: ScanCost(5.0, 2.0, 1.05, 1.1), 2: ScanCost(5.0, 2.0, 1.45, 1.78
 TRANSFER_COST = ScanCost(2.0, 4.0, 0.9, 1.05)
 # us of `plan_segments` and `propagate_states` together, and of each segment, as S passes from one to the next
 PROPAGATE_TIME = 3.0, 1.15
+# us that the launches for segments take where no sequence is cut; us of a gather from a pool and a scatter into
+# it, and of each state
+UNCUT_TIME, GATHER_TIME = 15.0, (10.0, 0.06)
 # with the cut for few M: segments shorter than FADING chunks all have an M, as a g of -1/21 a token leaves
 # some decay over them; of longer segments a share ALIVE of the heads has one
 FADING, ALIVE = 34, 0.25
@@ -123,12 +126,15 @@ def equal_cuts(chunks: int) -> Cuts:
     return Cuts(cut, cut)
 
 
-def cuts_of(p: Problem) -> Cuts | OwnCuts | None:
-    """Return how sequences are cut into segments, or None if they are not."""
+def cuts_of(p: Problem, has_pool: bool = False) -> Cuts | OwnCuts | None:
+    """Return how sequences are cut into segments, or None if they are not.
+
+    has_pool: the states are in a pool, which is read and updated in place only without segments.
+    """
     if not settings.allows_segments():
         return None
     if not p.batch_invariant:
-        return _best_cuts(*sizes_of(p))
+        return _best_cuts(*sizes_of(p), has_pool)
     # a cut changes the rounding of S, so it may not depend on the other sequences of the batch
     cuts = own_cuts(p.HV)
     longest = max(longest for *_, longest in _distributions(p))
@@ -186,7 +192,7 @@ def has_short_items(p: Problem) -> bool:
     a pipeline stage, 3 to 5 % of a chunk's time: SHORT_CHUNKS chunks lose less than 1 us an item, of which
     states take 3 us or more. The host knows the mean length alone.
     """
-    return p.num_chunks <= SHORT_CHUNKS * p.N and 2 * num_sms(p.device) <= p.N * p.HV
+    return p.num_chunks <= SHORT_CHUNKS * p.N and num_sms(p.device) < p.N * p.HV
 
 
 def is_faster(p: Problem) -> bool:
@@ -217,7 +223,8 @@ def _distributions(p: Problem) -> tuple[Distribution, ...]:
     if p.cu_seqlens is None or p.N <= 1:
         return (equal_lengths(p.N, _cdiv(p.num_chunks, max(1, p.N))),)
     if p.cu_seqlens_cpu is None:
-        return equal_lengths(p.N, _cdiv(p.num_chunks, p.N)), (p.N, p.num_chunks, p.num_chunks)
+        whole = _cdiv(p.T, CHUNK)
+        return equal_lengths(p.N, _cdiv(p.num_chunks, p.N)), (p.N, whole, whole)
     return (_packed_distribution(tuple(p.cu_seqlens_cpu.tolist())),)
 
 
@@ -235,7 +242,9 @@ def num_sms(device: torch.device) -> int:
 
 
 @lru_cache(4096)
-def _best_cuts(HV: int, distributions: tuple[Distribution, ...], num_sms: int) -> Cuts | None:
+def _best_cuts(
+    HV: int, distributions: tuple[Distribution, ...], num_sms: int, has_pool: bool = False
+) -> Cuts | None:
     """Return the fastest cuts over all distributions, or None if they gain less than 10 %."""
     longest = max(longest for *_, longest in distributions)
     longest_heads = [count_longest(*distribution) * HV for distribution in distributions]
@@ -243,8 +252,11 @@ def _best_cuts(HV: int, distributions: tuple[Distribution, ...], num_sms: int) -
     if min(longest_heads) == 0 or num_sms <= max(longest_heads):
         return None
 
+    moves = GATHER_TIME[0] + GATHER_TIME[1] * distributions[0][0] * HV if has_pool else 0.0
+
     def total(cut: Cut | None, alive: float) -> float:
-        return sum(_scan_time(HV, distribution, cut, num_sms, alive) for distribution in distributions)
+        time = sum(_scan_time(HV, distribution, cut, num_sms, alive) for distribution in distributions)
+        return time if cut is None else time + moves * len(distributions)
 
     possible = list(candidate_cuts(longest, num_sms // max(longest_heads), num_sms // min(longest_heads)))
     times = {cut: total(cut, 1.0) for cut in possible}
@@ -323,7 +335,7 @@ def _scan_time(
     items = [(2 // consumers * n * count, segment) for count, segment in ((1, last), *before)]
     scan = makespan(SCAN_COSTS[consumers], items, rest, num_sms)
     if not before:
-        return scan
+        return scan if cut is None else scan + UNCUT_TIME
     transfers = []
     for i, (count, segment) in enumerate(before):
         maps = (count - (i == 0)) * (alive if segment >= FADING else 1.0)
