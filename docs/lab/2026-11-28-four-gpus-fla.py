@@ -4,8 +4,8 @@
 
 FLA's kernels are tuned over the configurations of the script of 2026-11-27, which `--workers` processes
 compile first into Triton's cache, of every rank on torch's fake process group, launching none. FLA refuses
-its backward with Triton 3.4 to 3.7.0 on Hopper ("incorrect results"); the check is left out, so that its time can
-be read, and its gradients are compared with gdn's.
+its backward with Triton 3.4 to 3.7.0 on Hopper ("incorrect results"); the check is left out, so that its
+time can be read, and its gradients are compared with gdn's.
 """
 
 import argparse

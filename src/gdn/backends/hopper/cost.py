@@ -34,8 +34,8 @@ SCAN_COSTS = {1: ScanCost(5.0, 2.0, 1.05, 1.1), 2: ScanCost(5.0, 2.0, 1.45, 1.78
 TRANSFER_COST = ScanCost(2.0, 4.0, 0.9, 1.05)
 # us of `plan_segments` and `propagate_states` together, and of each segment, as S passes from one to the next
 PROPAGATE_TIME = 3.0, 1.15
-# us that the launches for segments take where no sequence is cut; us of a gather from a pool and a scatter into
-# it, and of each state
+# us that the launches for segments take where no sequence is cut; us of a gather from a pool and a scatter
+# into it, and of each state
 UNCUT_TIME, GATHER_TIME = 15.0, (10.0, 0.06)
 # with the cut for few M: segments shorter than FADING chunks all have an M, as a g of -1/21 a token leaves
 # some decay over them; of longer segments a share ALIVE of the heads has one
