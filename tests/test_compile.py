@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 from kit import compiling
-from kit.compiling import TARGETS, Report, compile_all, jobs, wrong
+from kit.compiling import TARGETS, Report, compile_all, jobs, jobs_of_specimen, wrong
 from kit.specimens import SPECIMENS, chunk
 
 from gdn.backends.triton import launch
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.compile
 @functools.cache
 def jobs_of(name, target):
     """Return the jobs of a specimen, whose launches are recorded once for all tests."""
-    return jobs(SPECIMENS[name].on("cpu"), target)
+    return jobs_of_specimen(SPECIMENS[name], target)
 
 
 @pytest.fixture(scope="session")
