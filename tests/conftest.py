@@ -66,6 +66,13 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+@pytest.fixture(scope="module", autouse=True)
+def older_objects_frozen() -> None:
+    """Leave out of a file's garbage collections what earlier files have made, too."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(autouse=True)
 def seed() -> None:
     """Seed PyTorch, so that every test draws the same numbers in any order."""
