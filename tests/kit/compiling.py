@@ -167,13 +167,20 @@ def jobs(call: Callable[[], Any], target: str) -> list[Job]:
     return jobs_of(launches, target)
 
 
-def jobs_of_specimen(specimen: Specimen, target: str) -> list[Job]:
-    """Return the kernels of a specimen, whose tensors are zeros: no launch depends on random numbers."""
+@contextmanager
+def zeros_for_random_numbers() -> Iterator[None]:
+    """Make `torch.randn` return zeros: what is launched depends on no number, and random ones take long."""
 
     def zeros(*shape: Any, generator: Any = None, **options: Any) -> torch.Tensor:
         return torch.zeros(*shape, **options)
 
     with patch.object(torch, "randn", zeros):
+        yield
+
+
+def jobs_of_specimen(specimen: Specimen, target: str) -> list[Job]:
+    """Return the kernels that a specimen would run on a target, each once."""
+    with zeros_for_random_numbers():
         return jobs(specimen.on("cpu"), target)
 
 
