@@ -24,6 +24,8 @@ from kit.failures import Failures
 
 from gdn.testing.memory import poison_memory
 
+# kernels that are interpreted, and imports, make many objects and few cycles; the default is 700
+gc.set_threshold(10_000)
 settings.register_profile("gdn", deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 settings.load_profile("gdn")
 
