@@ -39,6 +39,9 @@ can = $(shell $(PYTHON) -c "import $(1)" 2>/dev/null && echo yes)
 
 # the package and its benchmarks, also for a python that has everything but them
 export PYTHONPATH := $(CURDIR)/src:$(CURDIR)/benchmarks$(if $(PYTHONPATH),:$(PYTHONPATH))
+# packages are installed without bytecode (--no-compile): where none may be written, each process compiles them anew,
+# and each worker the tests
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help demo test test-cpu test-oldest test-kernels test-gpu lint types docs kernels interpret compile fla
 .PHONY: engines matrix spills bench bench-gpu clean

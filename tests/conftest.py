@@ -24,6 +24,8 @@ from kit.failures import Failures
 
 from gdn.testing.memory import poison_memory
 
+# kernels that are interpreted, and imports, make many objects and few cycles; the default is 700
+gc.set_threshold(10_000)
 settings.register_profile("gdn", deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 settings.load_profile("gdn")
 
@@ -62,6 +64,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_collection_finish() -> None:
     """Leave what the imports have made out of garbage collections, which would take a second each."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def older_objects_frozen() -> None:
+    """Leave out of a file's garbage collections what earlier files have made, too."""
     gc.collect()
     gc.freeze()
 

@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 from kit import compiling
-from kit.compiling import TARGETS, Report, compile_all, jobs, wrong
+from kit.compiling import TARGETS, Report, compile_all, jobs, jobs_of_specimen, wrong
 from kit.specimens import SPECIMENS, chunk
 
 from gdn.backends.triton import launch
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.compile
 @functools.cache
 def jobs_of(name, target):
     """Return the jobs of a specimen, whose launches are recorded once for all tests."""
-    return jobs(SPECIMENS[name].on("cpu"), target)
+    return jobs_of_specimen(SPECIMENS[name], target)
 
 
 @pytest.fixture(scope="session")
@@ -122,8 +122,10 @@ def test_a_compiler_that_fails_or_dies_is_reported(fresh, monkeypatch):
     def call():
         launch.Launch(_no_instruction, 1, (), {"N": 128}, num_warps=4)(torch.zeros(1, dtype=torch.int32))
 
-    (job,) = jobs(call, "cuda:90")
-    assert "PTXASError" in wrong(job, compile_all([job])[job])[0]
+    (job,), (sound,) = jobs(call, "cuda:90"), jobs(lambda: product(64, 64), "cuda:90")
+    reports = compile_all([job, sound], 1)
+    assert "PTXASError" in wrong(job, reports[job])[0]
+    assert wrong(sound, reports[sound]) == [], "another process compiles what follows"
     monkeypatch.setattr(compiling, "_compile", lambda job: os.abort())
     assert "signal 6" in wrong(job, compile_all([job])[job])[0]
 

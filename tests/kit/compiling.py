@@ -1,15 +1,16 @@
 """Compile every kernel for GPUs that need not be there, and read the compiler's output.
 
 A specimen (`specimens.py`) is a public call on small CPU tensors. Its launches are recorded under
-`launch.record_launches` instead of run. Each is then compiled for a target in a process of its own, since
-LLVM aborts on some errors. The types are those of a real launch: pointers are divisible by 16, and integers
-are never specialised.
+`launch.record_launches` instead of run. Each is then compiled for a target in a forked process, since LLVM
+aborts on some errors; the process compiles the next kernel unless one fails. The types are those of a real
+launch: pointers are divisible by 16, and integers are never specialised.
 
     PYTHONPATH=.:tests python -m kit.compiling [--target cuda:90] [part of a specimen's or kernel's name]
     PYTHONPATH=.:tests python -m kit.compiling --record     record spills.json again for the present Triton
 """
 
 import argparse
+import ast
 import dataclasses
 import faulthandler
 import functools
@@ -22,6 +23,7 @@ import pkgutil
 import re
 import select
 import signal
+import socket
 import sys
 import tempfile
 import time
@@ -33,6 +35,7 @@ from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
 import triton
@@ -40,6 +43,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, code_generator
 from triton.compiler.compiler import make_backend
 from triton.experimental.gluon._runtime import GluonASTSource
+from triton.runtime import jit
 from triton.runtime.cache import triton_key
 
 from gdn.backends import hopper
@@ -48,13 +52,14 @@ from gdn.backends.triton import launch
 from kit.descriptors import VERIFIED, find_shared_bases
 from kit.in_flight import find_overwrites
 from kit.layouts import find_other_layouts
-from kit.specimens import SPECIMENS
+from kit.specimens import SPECIMENS, Specimen
 
 TESTS = Path(__file__).parent.parent
 TABLE = TESTS / "spills.json"
 CACHE = TESTS.parent / "build" / "compiled"
 TENSOR_MEMORY = 512  # columns of tensor memory in an SM of sm_100
 SECONDS = 300  # a compilation that takes longer counts as stuck
+JOBS = 50  # of one process, which keeps what compilations leave: to free it takes longer than another process
 DTYPES = {
     torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64",
     torch.int8: "i8", torch.uint8: "u8", torch.int16: "i16", torch.int32: "i32", torch.int64: "i64",
@@ -162,6 +167,23 @@ def jobs(call: Callable[[], Any], target: str) -> list[Job]:
     return jobs_of(launches, target)
 
 
+@contextmanager
+def zeros_for_random_numbers() -> Iterator[None]:
+    """Make `torch.randn` return zeros: what is launched depends on no number, and random ones take long."""
+
+    def zeros(*shape: Any, generator: Any = None, **options: Any) -> torch.Tensor:
+        return torch.zeros(*shape, **options)
+
+    with patch.object(torch, "randn", zeros):
+        yield
+
+
+def jobs_of_specimen(specimen: Specimen, target: str) -> list[Job]:
+    """Return the kernels that a specimen would run on a target, each once."""
+    with zeros_for_random_numbers():
+        return jobs(specimen.on("cpu"), target)
+
+
 def jobs_of(launches: Iterable[Any], target: str) -> list[Job]:
     """Return the kernels of recorded launches, each once."""
     return list(dict.fromkeys(_job(one, tensors, target) for one, tensors in launches))
@@ -192,13 +214,15 @@ def _type(x: Any) -> str:
 
 
 def spare_the_code_generator() -> None:
-    """Let Triton's code generator silence no warnings at each node, and inspect each signature once."""
+    """Let Triton's code generator silence no warnings at each node, and inspect and parse functions once."""
     quiet = nullcontext()
     silent = {"catch_warnings": lambda: quiet, "simplefilter": lambda *args: None}
     code_generator.warnings = SimpleNamespace(**vars(warnings) | silent)
     code_generator.inspect = SimpleNamespace(
         **vars(inspect) | {"signature": functools.cache(inspect.signature)}
     )
+    # the code generator changes no node but to mark, each time, a value that is not used
+    jit.ast = SimpleNamespace(**vars(ast) | {"parse": functools.cache(ast.parse)})
 
 
 def _compile(job: Job) -> Any:
@@ -214,12 +238,9 @@ def _compile(job: Job) -> Any:
     return triton.compile(source, target=TARGETS[job.target].gpu, options=options)
 
 
-def _in_child(job: Job, log: Path) -> Report:
+def _report(job: Job, log: Path) -> Report:
     """Compile with all output redirected to a file, and read the file."""
     with log.open("w") as file, tempfile.TemporaryDirectory() as folder:
-        faulthandler.disable()
-        # a garbage collection would read, and so copy, all objects of the parent
-        gc.disable()
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
         sys.stdout = sys.stderr = file
@@ -245,42 +266,76 @@ def _in_child(job: Job, log: Path) -> Report:
     return Report(max(found["registers"]), sum(found["spills"]), *memory, complaints)
 
 
-def _start(job: Job, folder: str) -> tuple[int, int, float]:
-    """Fork a compilation; return its process, the pipe of its report, and its start time."""
-    receive, send = os.pipe()
-    pid = os.fork()
-    if pid:
-        os.close(send)
-        return pid, receive, time.monotonic()
-    try:
+def _serve(expected: list[Job], pipe: Any, log: Path) -> None:
+    """Compile the jobs whose indices arrive, `JOBS` at most, until one fails, whose errors may last."""
+    faulthandler.disable()
+    # a garbage collection would read, and so copy, all objects of the parent
+    gc.disable()
+    with pipe.makefile("r") as indices, pipe.makefile("w") as replies:
+        for _, index in zip(range(JOBS), indices, strict=False):
+            try:
+                report = _report(expected[int(index)], log)
+            except BaseException as e:
+                while e.__cause__ is not None:
+                    e = e.__cause__
+                report = Report(error=f"{type(e).__name__}: {str(e)[-1500:]}")
+            print(json.dumps(dataclasses.asdict(report)), file=replies, flush=True)
+            if report.error is not None:
+                return
+
+
+class Compiler:
+    """Hold a forked process that compiles one job after another, until one fails or it dies.
+
+    A process for each job would start the compilers anew, and copy the parent's memory, each time.
+    """
+
+    def __init__(self, expected: list[Job], folder: Path, others: Iterable["Compiler"]) -> None:
+        """Fork a process, which closes its copies of the other pipes: they would hide the parent's end."""
+        self.pipe, pipe = socket.socketpair()
+        self.expected, self.at, self.began, self.left = expected, 0, 0.0, JOBS
+        self.pid = os.fork()
+        if self.pid:
+            pipe.close()
+            self.replies, self.log = self.pipe.makefile("r"), folder / str(self.pid)
+            return
         try:
-            report = _in_child(job, Path(folder) / str(os.getpid()))
-        except BaseException as e:
-            while e.__cause__ is not None:
-                e = e.__cause__
-            report = Report(error=f"{type(e).__name__}: {str(e)[-1500:]}")
-        with os.fdopen(send, "w") as pipe:
-            json.dump(dataclasses.asdict(report), pipe)
-    finally:
-        os._exit(0)
+            for one in [self, *others]:
+                os.close(one.pipe.fileno())
+            _serve(expected, pipe, folder / str(os.getpid()))
+        finally:
+            os._exit(0)
 
+    def begin(self, index: int) -> None:
+        """Send the index of a job."""
+        self.at, self.began = index, time.monotonic()
+        self.pipe.send(b"%d\n" % index)
 
-def _finish(pid: int, receive: int, began: float, folder: str) -> Report:
-    with os.fdopen(receive) as pipe:
-        text = pipe.read()
-    status = os.waitpid(pid, 0)[1]
-    if text:
+    def finish(self) -> tuple[Job, Report]:
+        """Return the job that was begun, and its report; `left` counts the jobs that may follow."""
+        job, text = self.expected[self.at], self.replies.readline()
+        if not text.endswith("\n"):
+            signaled, self.left = os.WTERMSIG(self.close()), 0
+            said = self.log.read_text()[-1500:] if self.log.exists() else ""
+            return job, Report(error=f"the compiler died with signal {signaled}: {said}")
         values = json.loads(text)
-        values["complaints"] = tuple(values["complaints"])
-        return Report(**values | {"seconds": time.monotonic() - began})
-    log = Path(folder) / str(pid)
-    said = log.read_text()[-1500:] if log.exists() else ""
-    return Report(error=f"the compiler died with signal {os.WTERMSIG(status)}: {said}")
+        values |= {"complaints": tuple(values["complaints"]), "seconds": time.monotonic() - self.began}
+        report = Report(**values)
+        self.left = self.left - 1 if report.error is None else 0
+        if not self.left:
+            self.close()
+        return job, report
+
+    def close(self) -> int:
+        """End the process; return its status."""
+        self.replies.close()
+        self.pipe.close()
+        return os.waitpid(self.pid, 0)[1]
 
 
 def compile_all(expected: list[Job], workers: int | None = None) -> dict[Job, Report]:
     """Return a report for each job; jobs compile in parallel, and earlier results come from the cache."""
-    reports, running = {}, {}
+    reports: dict[Job, Report] = {}
     waiting = []
     for job in dict.fromkeys(expected):
         path = CACHE / job.key
@@ -299,24 +354,31 @@ def compile_all(expected: list[Job], workers: int | None = None) -> dict[Job, Re
             backend.hash()
             backend.parse_options({}).hash()
         spare_the_code_generator()
+    at, idle, running = 0, [], {}
     with tempfile.TemporaryDirectory() as folder:
-        while waiting or running:
-            while waiting and len(running) < (workers or os.cpu_count() or 1):
-                job = waiting.pop(0)
-                pid, receive, began = _start(job, folder)
-                running[receive] = (job, pid, began)
+        while at < len(waiting) or running:
+            while at < len(waiting) and len(running) < (workers or os.cpu_count() or 1):
+                compiler = idle.pop() if idle else Compiler(waiting, Path(folder), running.values())
+                compiler.begin(at)
+                running[compiler.pipe] = compiler
+                at += 1
             ready = select.select(list(running), [], [], 1.0)[0]
-            for _, pid, began in running.values():
-                if time.monotonic() - began > SECONDS:
-                    os.kill(pid, signal.SIGKILL)
-            for receive in ready:
-                job, pid, began = running.pop(receive)
-                reports[job] = _finish(pid, receive, began, folder)
-                if reports[job].error is None:
-                    text = json.dumps(dataclasses.asdict(reports[job]))
+            for compiler in running.values():
+                if time.monotonic() - compiler.began > SECONDS:
+                    os.kill(compiler.pid, signal.SIGKILL)
+            for pipe in ready:
+                compiler = running.pop(pipe)
+                job, report = compiler.finish()
+                reports[job] = report
+                if compiler.left:
+                    idle.append(compiler)
+                if report.error is None:
+                    text = json.dumps(dataclasses.asdict(report))
                     unfinished = CACHE / f"{job.key}.{os.getpid()}"
                     unfinished.write_text(text)
                     unfinished.rename(CACHE / job.key)
+        for compiler in idle:
+            compiler.close()
     return reports
 
 
@@ -367,7 +429,7 @@ def main() -> None:
     expected = []
     for name, specimen in SPECIMENS.items():
         for target in asked.target or specimen.targets:
-            found = jobs(specimen.on("cpu"), target)
+            found = jobs_of_specimen(specimen, target)
             expected += [job for job in found if asked.part in name or asked.part in job.kernel.__name__]
     reports = compile_all(expected)
     for job, r in sorted(reports.items(), key=lambda item: (item[1].spills, item[1].registers), reverse=True):

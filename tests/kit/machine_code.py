@@ -89,14 +89,14 @@ def dump(folder: Path, kernels: list[str], target: str, workers: int) -> None:
     """Compile all binaries of some kernels (all, if none is named); those already in the folder are kept."""
     # before Triton is imported: without line numbers the code depends on the instructions alone
     os.environ["TRITON_DISABLE_LINE_INFO"] = "1"
-    from kit.compiling import jobs
+    from kit.compiling import jobs_of_specimen
     from kit.specimens import SPECIMENS
 
     folder.mkdir(parents=True, exist_ok=True)
     found = {}
     for specimen in SPECIMENS.values():
         if target in specimen.targets:
-            found |= {binary_name(job): job for job in jobs(specimen.on("cpu"), target)}
+            found |= {binary_name(job): job for job in jobs_of_specimen(specimen, target)}
     for name, job in found.items():
         path = folder / f"{job.kernel.__name__}-{hashlib.sha256(name.encode()).hexdigest()[:16]}.json"
         if (not kernels or job.kernel.__name__ in kernels) and not path.exists():
