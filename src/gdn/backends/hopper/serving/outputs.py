@@ -87,7 +87,7 @@ def run_outputs(tensors, sizes, shared, config):
         stores = (gl.arange(0, HALF, gl.SliceLayout(1, TILE)) == 0)[:, None] & (column < D)
         gl.store(tensors.o.at(row, head, UNIT) + column, o.to(tensors.o.ptr.dtype.element_ty), mask=stores)
         past = tensors.u
-        u_at = past.at(slot, head, UNIT) + place.to(gl.int64) * past.place * UNIT + column
+        u_at = past.ptr + (slot * past.slot + head * past.head + place * past.place) * UNIT + column
         gl.store(u_at, u.to(past.ptr.dtype.element_ty), mask=stores & is_row)
         if is_full:
             fold(tensors.state.at(slot, head, UNIT), stage, at, shared, config)

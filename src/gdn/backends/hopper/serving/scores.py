@@ -177,11 +177,11 @@ def compute_scores(item, loaded, turn, tensors, sizes, shared, gram, config):
         key_head = divide(item.head, sizes.ratio_magic, sizes.ratio_shift)
         if key_head * sizes.ratio == item.head:
             past = tensors.past_k
-            k_at = past.at(item.slot, key_head, UNIT) + place.to(gl.int64) * past.place * UNIT
-            gl.store(k_at + gl.arange(0, D, KEYS), loaded.k.to(past.ptr.dtype.element_ty))
+            past_ptr = past.ptr + (item.slot * past.slot + key_head * past.head + place * past.place) * UNIT
+            gl.store(past_ptr + gl.arange(0, D, KEYS), loaded.k.to(past.ptr.dtype.element_ty))
         # after a fold the sums go on from the state that the outputs' warps write
         G = tensors.G
-        G_at = G.at(item.slot, item.head, 1) + place.to(gl.int64) * G.place
+        G_at = G.ptr + (item.slot * G.slot + item.head * G.head + place.to(gl.int64) * G.place)
         sums = g.to(gl.float64) + gl.where(is_full, 0.0, loaded.G_end)
         gl.store(G_at, sums.to(G.ptr.dtype.element_ty))
         # the last item of a row stores the cursor: nobody reads it any more
