@@ -84,6 +84,28 @@ def test_what_differs_from_one_process_has_no_time():
     assert all(tables.reason(row)[0] == "wrong" for row in wrong)
 
 
+def off_by_more_than_a_limit(rank, scaling):
+    """Return rows of gdn and of a peer that are both off by 1.5 limits of fp32."""
+    calls = ranks.bind
+
+    def off(rank, given, provider, *more):
+        jobs = calls(rank, given, "gdn", *more)
+        return {job: lambda run=run: tuple((1 + 1.5e-5) * x for x in run()) for job, run in jobs.items()}
+
+    ranks.bind = off
+    yield from ranks.measure(rank, scaling)
+
+
+def test_a_peer_may_differ_by_two_limits():
+    scaling = replace(TOY, exchanges=("gather",), providers=("gdn", "fla"))
+    rows_of_ranks = [
+        row
+        for row in starting.run_on_ranks(off_by_more_than_a_limit, 2, CPU, scaling)
+        if row["num_ranks"] == 2
+    ]
+    assert {(row["provider"], row["ok"]) for row in rows_of_ranks} == {("gdn", False), ("fla", True)}
+
+
 def without_backward(rank, scaling):
     """Return rows of ranks whose training step is refused, as FLA refuses its backward."""
     calls = ranks.bind

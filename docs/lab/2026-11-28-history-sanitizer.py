@@ -9,9 +9,9 @@ problems: 48 rows of 32 value heads, so that a CTA takes several rows and heads,
 no slot, cursors are such that rows fold in each step. States in fp32 and bf16. `count` of
 2026-11-27-training-sanitizer.py prints the races of a log by kernel and pair of lines.
 control: a kernel of 30 lines with the protocol alone: two warps copy tiles by cp.async, 16 bytes a lane,
-whose arrival an mbarrier counts; four warps wait, read, meet at a barrier, and one of them arrives for all. What
-racecheck reports of it, it reports of any such kernel. `control 1`: the readers wait after they have read, a
-race.
+whose arrival an mbarrier counts; four warps wait, read, meet at a barrier, and one of them arrives for all.
+What racecheck reports of it, it reports of any such kernel. `control 1`: the readers wait after they have
+read, a race.
 """
 
 import sys

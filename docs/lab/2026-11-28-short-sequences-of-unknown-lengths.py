@@ -1,6 +1,6 @@
 """Time forwards of few or short sequences on both backends of a Hopper GPU: us on the GPU, and of the host.
 
-    PYTHONPATH=src python docs/lab/2026-11-28-short-sequences-of-unknown-lengths.py [--size 128] [--seconds 75]
+    PYTHONPATH=src python docs/lab/2026-11-28-short-sequences-of-unknown-lengths.py [--size 64]
 
 Kinds: dense rows; packed, whose lengths only the GPU has; a pool in place; no state, with l2norm. GPU: CUDA
 graphs of several calls on inputs that do not fit in L2, the median of nine. Consecutive calls overlap where
@@ -107,7 +107,10 @@ def main():
         with args.out.open("a") as file:
             file.write(json.dumps(row) + "\n")
         name = f"{kind} {heads[0]}/{heads[1]} {lengths[0]}x{lengths[1]}"
-        print(f"{name}: " + ", ".join(f"{n} {row[n]:.1f}, host {row[f'host {n}']:.0f}" for n in BACKENDS), flush=True)
+        print(
+            f"{name}: " + ", ".join(f"{n} {row[n]:.1f}, host {row[f'host {n}']:.0f}" for n in BACKENDS),
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

@@ -173,8 +173,10 @@ def judge(rank: Rank, scaling: Scaling, judged: Judged, provider: str, exchange:
     """Return the verdict on each job of all ranks beside one process with all tokens.
 
     A training step is judged by outputs and gradients, a forward by its output: a provider may refuse one of
-    them on a GPU.
+    them on a GPU. The limits are those of one library against the reference. A peer is allowed twice as much:
+    it is compared with gdn's result in `dtype`, and both may be off by a limit.
     """
+    allowed = 1.0 if provider == "gdn" else 2.0
     limits = error_limits(getattr(torch, scaling.dtype), "random")
     verdicts: dict[str, Row] = {}
     for job in JOBS:
@@ -186,7 +188,7 @@ def judge(rank: Rank, scaling: Scaling, judged: Judged, provider: str, exchange:
         pairs = zip(outputs, judged.expected[: len(outputs)], strict=True)
         distances = rank.largest([_distance(x, y) for x, y in pairs])
         errors = dict(zip(OUTPUTS, distances, strict=False))
-        share = max(error / limits[name] for name, error in errors.items())
+        share = max(error / (allowed * limits[name]) for name, error in errors.items())
         verdicts[job] = {
             "ok": share <= 1, "error": max(distances), "errors": errors, "share_of_limit": share,
         }  # fmt: skip
