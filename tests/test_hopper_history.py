@@ -18,7 +18,7 @@ import gdn
 from gdn.backends.hopper.serving import history
 from gdn.backends.triton.launch import Launch, Machine, launches
 from gdn.backends.triton.serving import history as portable
-from gdn.problem.history import parse_history
+from gdn.problem.history import parse_fold, parse_history
 from gdn.problem.step import parse_step
 
 BF16, F32 = torch.bfloat16, torch.float32
@@ -286,6 +286,18 @@ def test_unaligned_tensors_run_the_kernel_of_triton(on_h200, monkeypatch, is_fir
     assert q.data_ptr() % 16
     one(*replace(p, q=q).tensors())
     assert ran == [portable.history_kernel]
+
+
+def test_a_named_backend_folds_by_the_kernel_of_triton(monkeypatch):
+    """Who decodes with backend="hopper" may pass the name to `fold_history` as well."""
+    from gdn.backends import hopper, triton
+
+    monkeypatch.setattr(hopper.triton, "refuses", lambda problem: None)
+    given = {"state_v_first": True, "index": torch.arange(2), "num_accepted": None, "null_slot": None}
+    for name in ("hopper", None):
+        fold = parse_fold(**given, **vars(make_pool(2, 2, 4)), backend=name)
+        assert (hopper.refuses(fold) is None) == (name == "hopper")
+    assert hopper.BACKEND.fold_history is triton.BACKEND.fold_history
 
 
 @pytest.mark.skipif(INTERPRETED, reason="expected no interpreter")

@@ -34,6 +34,7 @@ from gdn.backends.backend import Borders, FinishBackward, FinishForward, Gradien
 from gdn.backends.hopper import cost
 from gdn.backends.hopper.backward.cost import is_worth_launching
 from gdn.problem import HistoryProblem, PrefillProblem, Problem
+from gdn.problem.history import FoldProblem
 from gdn.problem.propagate import PropagateProblem
 from gdn.problem.step import StepProblem
 
@@ -46,8 +47,8 @@ APPENDS_FROM = 32 * 32
 def refuses(problem: Any) -> str | None:
     """Return why the problem is not supported or not predicted to be faster here; None if it is chosen."""
     is_named = settings.backend(problem.backend) == "hopper"
-    if is_named and isinstance(problem, PropagateProblem):
-        # ranks fold states for every backend by Triton's kernel
+    if is_named and isinstance(problem, (PropagateProblem, FoldProblem)):
+        # ranks and histories fold states for every backend by Triton's kernels
         return triton.refuses(problem)
     reason = _lacks(problem)
     if reason is not None or is_named or isinstance(problem, (HistoryProblem, StepProblem)):
