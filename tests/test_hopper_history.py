@@ -289,7 +289,7 @@ def test_unaligned_tensors_run_the_kernel_of_triton(on_h200, monkeypatch, is_fir
 
 
 def test_a_named_backend_folds_by_the_kernel_of_triton(monkeypatch):
-    """Who decodes with backend="hopper" may pass the name to `fold_history` as well."""
+    """Accept the name with which a pool is decoded in `fold_history` as well."""
     from gdn.backends import hopper, triton
 
     monkeypatch.setattr(hopper.triton, "refuses", lambda problem: None)
