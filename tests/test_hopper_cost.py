@@ -79,14 +79,16 @@ def test_ctas_of_one_consumer():
         assert len({cost._consumers(HV, (distribution,), cut, 132) for cut in cuts}) == 1
 
 
-def problem_of(HV, lengths):
-    """Return a problem of packed sequences whose lengths the host does not know."""
+def problem_of(HV, lengths, is_known=False, **options):
+    """Return a problem of packed sequences; is_known: the host has their lengths."""
     given = inputs(replace(BASE, heads=(1, HV), lengths=packed(64)), torch.bfloat16).tensors
     tensors = {
         name: given[name].new_empty(1, sum(lengths), *given[name].shape[2:], device="meta")
         for name in ("q", "k", "v", "g", "beta")
     }
-    return parse(**tensors, cu_seqlens=torch.tensor([0, *lengths]).cumsum(0).to("meta"))
+    offsets = torch.tensor([0, *lengths]).cumsum(0)
+    cpu = offsets if is_known else None
+    return parse(**tensors, cu_seqlens=offsets.to("meta"), cu_seqlens_cpu=cpu, **options)
 
 
 def test_short_sequences_of_unknown_lengths_are_not_cut():
@@ -117,17 +119,13 @@ def test_which_scan_a_problem_has():
 
 def test_lengths_on_the_host_decide_on_segments():
     """Use `cu_seqlens_cpu`: four long sequences of 32 heads fill the SMs, one long sequence does not."""
-    given = inputs(replace(BASE, heads=(1, 32), lengths=packed(*[2048] * 4)), torch.bfloat16)
-    x, offsets = given.tensors, given.tensors["cu_seqlens"]
-    tensors = {name: x[name].to("meta") for name in ("q", "k", "v", "g", "beta")}
 
-    def cuts(lengths):
-        ends = torch.tensor([0, *lengths]).cumsum(0)
-        return cost.cuts_of(parse(**tensors, cu_seqlens=offsets.to("meta"), cu_seqlens_cpu=ends))
+    def cuts(lengths, is_known=True):
+        return cost.cuts_of(problem_of(32, lengths, is_known))
 
     assert cuts([2048] * 4) is None
     assert cuts([8192, 0, 0, 0]) is not None and cuts([8000, 64, 64, 64]) is not None
-    assert cost.cuts_of(parse(**tensors, cu_seqlens=offsets.to("meta"))) is not None
+    assert cuts([2048] * 4, is_known=False) is not None
 
 
 def test_cuts_of_a_batch_invariant_call(monkeypatch):
@@ -142,17 +140,8 @@ def test_cuts_of_a_batch_invariant_call(monkeypatch):
         assert sum(count for count, _ in before) <= 1 + shape.longs
 
     def problem(HV, *lengths, is_known=True, num_sms=132):
-        offsets = torch.tensor([0, *lengths]).cumsum(0)
-        made = inputs(replace(BASE, heads=(1, HV), lengths=packed(64)), torch.bfloat16).tensors
-        tensors = {
-            name: made[name].new_empty(1, sum(lengths), *made[name].shape[2:], device="meta")
-            for name in ("q", "k", "v", "g", "beta")
-        }
         monkeypatch.setattr(cost, "num_sms", lambda device: num_sms)
-        cpu = offsets if is_known else None
-        return parse(
-            **tensors, cu_seqlens=offsets.to("meta"), cu_seqlens_cpu=cpu, batch_invariant=True
-        )  # fmt: skip
+        return problem_of(HV, lengths, is_known, batch_invariant=True)
 
     long, short = 96 * 64, 95 * 64
     assert cost.cuts_of(problem(8, long)) is cost.own_cuts(8)

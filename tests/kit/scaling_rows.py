@@ -6,7 +6,7 @@ import torch
 
 from gdn.distributed import cost
 from gdn_bench.passes import links, ranks
-from gdn_bench.results import rows
+from gdn_bench.results import rows, tables
 from gdn_bench.timing.ranks import Rank
 
 SLOWER = {"gather": 1.1, "owner": 1.2, "nodes": 1.25, "heads": 3.0, ranks.ONE: 1.0}  # than the cost model
@@ -57,7 +57,9 @@ def rows_of_links(num_ranks, about):
     for name, (_, predict) in links.COLLECTIVES.items():
         for size in links.SIZES:
             received = predict(size, num_ranks, 0.0, 1.0)
-            row = _linked(rank, f"{name} {links._bytes(size)}", predict(size, num_ranks, latency, bandwidth))
+            row = _linked(
+                rank, f"{name} {tables.format_bytes(size)}", predict(size, num_ranks, latency, bandwidth)
+            )
             row |= {"bytes": received, "queued_gb_per_s": received / row["queued_ms"] / 1e6}
             made.append({**row, "latency_us": 11.9, "link_gb_per_s": 163.2, **about})
     for HV in links.HEADS:

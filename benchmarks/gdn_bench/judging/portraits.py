@@ -12,6 +12,7 @@ from torch import Tensor
 from gdn.testing.accuracy import OUTPUTS
 from gdn.testing.cases import Lengths
 from gdn_bench.judging.readings import Examined
+from gdn_bench.results.panels import add_legend
 
 POINTS = 20_000  # of each output in a scatter
 BINS = 256  # of a sequence in an error over time
@@ -96,18 +97,8 @@ def _panels(names: Sequence[str], side: float) -> tuple[Any, list[Any]]:
 
 
 def _finish(figure: Any, panels: Sequence[Any], title: str, path: Path) -> None:
-    handles = {
-        label: h for axes in panels for h, label in zip(*axes.get_legend_handles_labels(), strict=True)
-    }
     # a case's name is longer than two panels are wide; 11 points take about 0.085 inch a character
     figure.suptitle(textwrap.fill(title, int(figure.get_figwidth() / 0.085)), fontsize=11)
-    figure.legend(
-        handles.values(),
-        handles.keys(),
-        loc="outside lower center",
-        ncols=max(len(handles), 1),
-        frameon=False,
-        markerscale=2,
-    )
+    add_legend(figure, panels, markerscale=2)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)

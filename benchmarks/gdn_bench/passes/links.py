@@ -15,6 +15,7 @@ from gdn.distributed import calls, collectives, cost
 from gdn.distributed.plan import make_plan
 from gdn.distributed.table import equal_runs
 from gdn_bench.results.rows import Row
+from gdn_bench.results.tables import format_bytes
 from gdn_bench.timing.ranks import Rank
 
 SIZES = tuple(2**n for n in (12, 15, 18, 20, 21, 22, 24, 26))  # bytes that a rank sends
@@ -44,7 +45,7 @@ def measure(rank: Rank, links: Links) -> Iterator[Row]:
     machine, R = cost.Machine(), rank.num_ranks
     latency, bandwidth = machine.link(R)
     for name, (bind, predict) in COLLECTIVES.items():
-        runs = {_bytes(size): bind(rank, size) for size in links.sizes}
+        runs = {format_bytes(size): bind(rank, size) for size in links.sizes}
         timed = _times(rank, runs, links)
         # the model's time is a sum of both: steps x latency + bytes / bandwidth
         steps = predict(0, R, 1.0, 1.0)
@@ -131,12 +132,3 @@ def _head(rank: Rank, what: str) -> Row:
 
 def _predicted(seconds: float, times: Row) -> Row:
     return {"predicted_ms": 1e3 * seconds, "predicted": 1e3 * seconds / times["queued_ms"]}
-
-
-def _bytes(size: int) -> str:
-    """Return a number of bytes as KiB or MiB.
-
-    >>> _bytes(4096), _bytes(2 * 2**20)
-    ('4 KiB', '2 MiB')
-    """
-    return f"{size / 2**10:g} KiB" if size < 2**20 else f"{size / 2**20:g} MiB"

@@ -18,8 +18,8 @@ def make_panels(count: int, *, width: float, height: float, columns: int = 3) ->
     return figure, [figure.add_subplot(lines, columns, i + 1) for i in range(count)]
 
 
-def add_legend(figure: Any, panels: Sequence[Any]) -> None:
-    """Add one legend for all panels, under them."""
+def add_legend(figure: Any, panels: Sequence[Any], **options: Any) -> None:
+    """Add one legend for all panels, under them; options: more arguments of matplotlib's legend."""
     entries = (zip(*axes.get_legend_handles_labels(), strict=True) for axes in panels)
     handles = {label: handle for pairs in entries for handle, label in pairs}
     figure.legend(
@@ -28,6 +28,7 @@ def add_legend(figure: Any, panels: Sequence[Any]) -> None:
         loc="outside lower center",
         ncols=max(len(handles), 1),
         frameon=False,
+        **options,
     )
 
 

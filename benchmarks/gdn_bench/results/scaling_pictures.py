@@ -15,7 +15,7 @@ from gdn_bench.results.pages import Results
 from gdn_bench.results.panels import add_grid, add_legend, make_panels, set_numbers, set_title
 from gdn_bench.results.rows import Row
 from gdn_bench.results.scaling import job_of
-from gdn_bench.results.tables import MANY_TIMED, predicted
+from gdn_bench.results.tables import MANY_TIMED, format_bytes, predicted
 
 # exchanges of gdn are shades of its blue, and grey; FLA has its colour and mark of all pictures
 LOOKS: Mapping[str, tuple[str, str]] = {
@@ -225,7 +225,7 @@ def _draw_collectives(axes: Any, measured: Sequence[Row], num_ranks: int) -> Non
     set_numbers(axes.yaxis)
     most = max((row["bytes"] for row in measured), default=0)
     ticks = [2.0**n for n in range(12, 41, 4) if 2.0**n <= most]
-    axes.set_xticks(ticks, [f"{x / 2**10:g} KiB" if x < 2**20 else f"{x / 2**20:g} MiB" for x in ticks])
+    axes.set_xticks(ticks, [format_bytes(x) for x in ticks])
     axes.xaxis.minorticks_off()
     axes.set_xlabel("bytes that a GPU receives")
     axes.set_ylabel("us, 8 in a row")

@@ -321,6 +321,15 @@ def summarize(row: Row) -> str:
     return f"{where} {reason(row)[0] or 'measured'}"
 
 
+def format_bytes(size: float) -> str:
+    """Return a number of bytes as KiB or MiB.
+
+    >>> format_bytes(4096), format_bytes(2 * 2**20)
+    ('4 KiB', '2 MiB')
+    """
+    return f"{size / 2**10:g} KiB" if size < 2**20 else f"{size / 2**20:g} MiB"
+
+
 def format_time(ms: float) -> str:
     """Return milliseconds, or microseconds below a tenth of one, in three digits."""
     x, unit = (ms, "ms") if ms >= 0.1 else (1e3 * ms, "us")
