@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from kit import forks
 from kit import ranks as kit
 from torch import distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
@@ -209,6 +210,34 @@ def test_the_others_raise_where_a_rank_is_killed():
         assert not ok and "Timeout" in text and "in hang" in text
         processes = ranks.processes
     assert not any(process.is_alive() for process in processes)
+
+
+# an interpreter that makes its group before it uses a context, whose imports are only then run
+ENDS = """
+import gc, weakref
+import torch, gdn
+from torch import distributed as dist
+
+dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+context = gdn.ContextParallel(dist.group.WORLD)
+from gdn.distributed import check
+
+q = torch.ones(1, 10, 2, 8, requires_grad=True)
+gdn.chunk_gated_delta_rule(q, q, q, use_qk_l2norm_in_kernel=True, cp_context=context)[0].sum().backward()
+whole = weakref.ref(dist.group.WORLD)
+signatures = weakref.ref(check.signature_group(dist.group.WORLD))
+"""
+
+
+def test_groups_end_before_the_interpreter():
+    """A thread of gloo that ends a tensor while the interpreter ends aborts the process."""
+    code = ENDS + "dist.destroy_process_group(); del context; gc.collect(); print(whole(), signatures())"
+    done = forks.python("-c", code)
+    assert (done.returncode, done.stdout) == (0, "None None\n"), done.stderr
+    # a group that is kept keeps its own threads, not ours
+    code = "import atexit; atexit.register(lambda: print(whole() is None, signatures()))" + ENDS
+    done = forks.python("-c", code)
+    assert (done.returncode, done.stdout) == (0, "False None\n"), done.stderr
 
 
 def hang(rank: int, seconds: float = 60) -> None:

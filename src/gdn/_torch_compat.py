@@ -19,6 +19,7 @@ Each name here may move or go with a new version of PyTorch. None has a public c
     fx.traceback.current_meta            the mark of operators that a compiler may not repeat
     _AutoDispatchBelowAutograd           an operator within its own autograd formula, a collective within ours
     _functional_collectives              collectives that a compiler can trace; imported with a context
+    distributed.nn.functional            imported first: its defaults would hold the group that exists by then
     DeviceMesh._flatten                  the group of all ranks of a mesh of two dimensions
     _get_process_group_store             where the ranks of a group meet, for a second group of the same ranks
     ProcessGroup._get_backend, _timeout  the timeout that the second group shares
@@ -34,6 +35,11 @@ from torch._functorch import config as _functorch
 from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
 from torch.autograd import forward_ad
 from torch.utils._device import DeviceContext
+
+if torch.distributed.is_available():
+    # 2 ms. Imported after init_process_group, as by a context, it keeps the default group for ever: threads
+    # of gloo outlive destroy_process_group, and one that ends a tensor at exit aborts the process
+    import torch.distributed.nn.functional
 
 __all__ = [
     "FunctionalTensor",

@@ -6,6 +6,7 @@ over a gloo group of its own: on the group of the payload, the signature of a ra
 payload of the others.
 """
 
+import atexit
 import hashlib
 import struct
 import weakref
@@ -42,6 +43,8 @@ FLAGS = (
 
 # a process group -> the gloo group of the same ranks for signatures
 _groups: "weakref.WeakKeyDictionary[ProcessGroup, dist.ProcessGroupGloo]" = weakref.WeakKeyDictionary()
+# a caller may keep its group until the end; a thread of gloo that ends a tensor after that aborts the process
+atexit.register(_groups.clear)
 
 
 class Flags(NamedTuple):
