@@ -156,12 +156,31 @@ class Doubled(norm_class("qwen3_5")):
         return 2 * super().forward(hidden_states, gate)
 
 
+class Named(norm_class("qwen3_5")):
+    """Add a method that the forward does not use."""
+
+    def name(self):
+        return "norm"
+
+
+class Wide(norm_class("qwen3_5")):
+    """Override an attribute that the forward uses."""
+
+    @property
+    def variance_epsilon(self):
+        return 0.5
+
+    @variance_epsilon.setter
+    def variance_epsilon(self, value):
+        pass
+
+
 class Tagged(torch.Tensor):
     """Be a tensor of another class."""
 
 
 @pytest.mark.parametrize(
-    "reason", ["activation", "subclass", "instance", "tensor", "fake", "meta", "no gate"]
+    "reason", ["activation", "subclass", "attribute", "instance", "tensor", "fake", "meta", "no gate"]
 )
 def test_left_to_the_class(reason, counts):
     norm, x, gate = make_norm()
@@ -170,6 +189,8 @@ def test_left_to_the_class(reason, counts):
             norm.activation = "gelu"
         elif reason == "subclass":
             norm = Doubled(32)
+        elif reason == "attribute":
+            norm = Wide(32)
         elif reason == "instance":
             norm.forward = lambda x, gate: x + gate
             assert torch.equal(norm(x, gate), x + gate)
@@ -188,6 +209,20 @@ def test_left_to_the_class(reason, counts):
     assert not counts
     if reason not in ("fake", "meta", "no gate"):
         assert torch.equal(y, norm(x, gate))
+
+
+def test_a_class_that_inherits_the_forward_is_served(counts):
+    norm, x, gate = make_norm()
+    expected = run(norm, x, gate)
+    other = types.SimpleNamespace(**vars(norm), **norm._parameters)
+    forward, norm.__class__ = type(norm).forward, Named
+    with gdn.patch_transformers():
+        got = run(norm, x, gate)
+        assert len(counts) == 1
+        # what only looks like the norm is not known
+        assert torch.equal(Named.forward(other, x, gate), forward(norm, x, gate))
+    assert len(counts) == 1
+    assert all(error(a, b) < 1e-6 for a, b in zip(got, expected, strict=True))
 
 
 def test_a_rejected_call_is_left_to_the_class(counts):

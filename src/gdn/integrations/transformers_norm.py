@@ -6,7 +6,7 @@ Some files round the normalised value to the input's dtype before the weight; gd
 
 Left to the class's own forward: tensors on a CPU, where gdn's function has more host time and takes longer
 for a few tokens; compiled graphs, in which Inductor fuses the operators; export, fake and meta tensors;
-tensor subclasses; subclasses of the norm; other activations.
+tensor subclasses; subclasses that override what it uses; other activations.
 """
 
 import functools
@@ -43,11 +43,20 @@ def activations_of(cls: type) -> frozenset[str]:
 def with_norm(cls: Any, activations: frozenset[str], active: Sized) -> Callable[..., Tensor]:
     """Return a forward of a norm that runs gdn for these activations while `active` holds a patch."""
     forward: Callable[..., Tensor] = vars(cls)["forward"]
+    names = {"forward", *ATTRIBUTES, *forward.__code__.co_names}
+
+    @functools.cache
+    def inherits(kind: type) -> bool:
+        """Return True if a class has the forward of cls and what that uses: FSDP2 makes such subclasses."""
+        if not issubclass(kind, cls):
+            return False
+        above = kind.__mro__[: kind.__mro__.index(cls)]
+        return names.isdisjoint(name for base in above for name in vars(base))
 
     @functools.wraps(forward)
     def forward_or_norm(self: Any, hidden_states: Tensor, gate: Tensor | None = None) -> Tensor:
         # first, so that a compiler sees nothing but the original
-        if torch.compiler.is_compiling() or len(active) == 0 or type(self) is not cls:
+        if torch.compiler.is_compiling() or len(active) == 0 or not inherits(self.__class__):
             return forward(self, hidden_states, gate)
         weight, activation = self.weight, self.activation
         plain = type(hidden_states) is type(gate) is Tensor and type(weight) in (Tensor, nn.Parameter)
