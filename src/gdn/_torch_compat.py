@@ -25,6 +25,7 @@ Each name here may move or go with a new version of PyTorch. None has a public c
     ProcessGroup._get_backend, _timeout  the timeout that the second group shares
 """
 
+from contextlib import suppress
 from datetime import timedelta
 from sys import getrefcount
 from typing import Any
@@ -39,7 +40,8 @@ from torch.utils._device import DeviceContext
 if torch.distributed.is_available():
     # 2 ms. Imported after init_process_group, as by a context, it keeps the default group for ever: threads
     # of gloo outlive destroy_process_group, and one that ends a tensor at exit aborts the process
-    import torch.distributed.nn.functional
+    with suppress(ImportError):
+        import torch.distributed.nn.functional
 
 __all__ = [
     "FunctionalTensor",
