@@ -114,7 +114,11 @@ def test_which_decodes_run_in_strips(rows, tokens, pool, options, expected):
         api.decode(**x, state_v_first=True, backend="triton")
     one = launches[0][0]
     assert one.kernel.__name__ == ("decode_kernel" if expected is None else "decode_strips_kernel")
-    assert expected is None or (one.constants["STRIPS"], one.constants["IS_ONE_PASS"]) == expected
+    if expected is not None:
+        strips, is_one_pass = expected
+        # from Triton 3.7 on A is smaller
+        is_one_pass = is_one_pass and tokens <= one.constants["A"]
+        assert (one.constants["STRIPS"], one.constants["IS_ONE_PASS"]) == (strips, is_one_pass)
 
 
 @pytest.mark.interpret

@@ -57,6 +57,8 @@ def install() -> None:
 
     # a JITFunction imports `compile` from here at its first launch on a device
     compiler.compile = locked(compiler.compile, variant)
-    driver.compile_module_from_src = locked(
-        driver.compile_module_from_src, lambda src, name, *rest, **more: ("module", name, src)
-    )
+    # Triton 3.8 and 3.9 launch all kernels by one function of their own
+    if hasattr(driver, "compile_module_from_src"):
+        driver.compile_module_from_src = locked(
+            driver.compile_module_from_src, lambda src, name, *rest, **more: ("module", name, src)
+        )
