@@ -8,10 +8,13 @@ TORCH ?= torch==2.13.0
 # what the recorded spills in tests/spills.json belong to; put where torch has brought none, on what it has wheels for
 TRITON ?= triton==3.6.0
 OTHER_TRITONS := 3.7.1 3.8.0 3.9.0
-# the oldest torch that pyproject.toml allows, laid over the environment for the tests of its compiler, on a CPU. Of
-# its CUDA packages one of 2 MB is installed, in the version that it asks for (.ci/without_cuda)
+# laid over the environment, on a CPU: the oldest torch that pyproject.toml allows, for the tests of its compiler, and
+# one newer than TORCH with the Triton that it requires, for all. Of the CUDA packages of both one of 2 MB is installed,
+# in the version that they ask for (.ci/without_cuda)
 OLDEST_TORCH ?= 2.11.0
-OLDEST_CUDART ?= nvidia-cuda-runtime==13.0.96
+NEWER_TORCH ?= 2.14.1
+NEWER_TRITON ?= 3.8.0
+CUDART ?= nvidia-cuda-runtime==13.0.96
 # 1.5 MB of Python; laid over the environment, for where Transformers finds it, it calls it, on a CPU in vain
 FLA ?= flash-linear-attention==0.6.0 fla-core==0.6.0 einops==0.8.2
 # read, not installed: 482 MB of wheels, of which the tests need the Python files
@@ -43,19 +46,20 @@ export PYTHONPATH := $(CURDIR)/src:$(CURDIR)/benchmarks$(if $(PYTHONPATH),:$(PYT
 # and each worker the tests
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test test-cpu test-oldest test-kernels test-gpu lint types docs kernels interpret compile fla
+.PHONY: help demo test test-cpu test-oldest test-newer test-kernels test-gpu lint types docs kernels interpret compile fla
 .PHONY: engines matrix spills bench bench-gpu clean
 
 help:
 	@echo "make demo    train a small model, draw its loss, compare with Transformers (out/demo)"
 	@echo "make test    lint, types, the whole test suite; with Triton its kernels interpreted, and compiled for five GPUs"
 	@echo "make test-oldest   the tests that compile models with torch $(OLDEST_TORCH), on the CPU"
+	@echo "make test-newer    all tests of the CPU with torch $(NEWER_TORCH) and triton $(NEWER_TRITON)"
 	@echo "make test-gpu PART=1/3   a part of the tests that need a GPU (benchmarks/results/tests/gpu.jsonl)"
 	@echo "make docs    the documentation in build/site/index.html; a broken link or another warning is an error"
 	@echo "make engines the plug-ins on the own modules of vLLM, SGLang and lmdeploy, from their wheels (482 MB)"
 	@echo "make fla     the tests of our side of FLA, on FLA itself; with a GPU and FLA_TESTS=checkout FLA's own tests"
 	@echo "make kernels the tree that the package kernels loads, in build/kernels (docs/transformers.md)"
-	@echo "make matrix  the kernels compiled and interpreted with other versions of Triton, too"
+	@echo "make matrix  the kernels compiled and interpreted with other versions of Triton, and make test-newer"
 	@echo "make spills  record anew what each kernel spills (tests/spills.json)"
 	@echo "make bench   the CPU benchmark against Transformers (benchmarks/results/cpu.jsonl)"
 	@echo "make bench-gpu PART=prefill   a part of the GPU benchmark; run again, it goes on where it stopped"
@@ -77,14 +81,14 @@ DOCS_PYTHON := build/docs/bin/python
 docs: build/docs/.done
 endif
 
-TESTS := test test-cpu test-oldest test-kernels lint types interpret compile fla engines matrix spills
+TESTS := test test-cpu test-oldest test-newer test-kernels lint types interpret compile fla engines matrix spills
 ifeq ($(filter $(TESTS),$(MAKECMDGOALS)),)
 else ifeq ($(call can,$(TEST_NEEDS)),yes)
 TEST_PYTHON := $(PYTHON)
 else
 TEST_PYTHON := $(VENV)/bin/python
 $(TESTS): $(VENV)/.test
-build/torch-$(OLDEST_TORCH)/.done: | $(VENV)/.torch
+build/torch-$(OLDEST_TORCH)/.done build/torch-$(NEWER_TORCH)/.done: | $(VENV)/.torch
 endif
 ifeq ($(filter test-gpu,$(MAKECMDGOALS)),)
 else ifeq ($(call can,$(GPU_TEST_NEEDS)),yes)
@@ -101,6 +105,10 @@ FLA_SUITE = $(if $(FLA_TESTS),PYTHONPATH=$(CURDIR)/build/fla:$(PYTHONPATH) $(TES
 	$(FLA_TESTS) $(FLA_OPTIONS),echo "FLA's own tests were not run: make fla FLA_TESTS=path of a checkout of FLA")
 # a version laid over the environment: its folder comes first
 over = PYTHONPATH=build/triton-$*:$(PYTHONPATH)
+# pytest with the torch of a version, and with folders that end in a colon; nothing where it could not be installed
+pytest_with_torch = if ! test -e build/torch-$(1)/.installed; then exit 0; fi; \
+	export CUDA_VISIBLE_DEVICES= PYTHONPATH=$(CURDIR)/build/torch-$(1):$(2)$(PYTHONPATH) && \
+	$(TEST_PYTHON) -c "import torch; assert torch.__version__.split('+')[0] == '$(1)', torch.__version__" && $(PYTEST)
 
 demo:
 	$(DEMO_PYTHON) examples/train_small.py
@@ -128,12 +136,12 @@ test-cpu:
 # Dynamo breaks graphs in other places from version to version: the tests that call torch.compile, and those of
 # operators and exported programs beside them. C++ of Inductor and ranks take as long as all others together
 test-oldest: build/torch-$(OLDEST_TORCH)/.done
-	if ! test -e build/torch-$(OLDEST_TORCH)/.installed; then exit 0; fi; \
-	export CUDA_VISIBLE_DEVICES= PYTHONPATH=$(CURDIR)/build/torch-$(OLDEST_TORCH):$(PYTHONPATH) && \
-	$(TEST_PYTHON) -c "import torch; assert torch.__version__.split('+')[0] == '$(OLDEST_TORCH)', torch.__version__" && \
-	$(PYTEST) -m "not gpu and not compile" \
+	$(call pytest_with_torch,$(OLDEST_TORCH)) -m "not gpu and not compile" \
 		-k "(compil or graph or export or operator) and not inductor and not distributed" \
 		$$(grep -l "torch\.compile(" tests/test_*.py)
+
+test-newer: build/torch-$(NEWER_TORCH)/.done build/triton-$(NEWER_TRITON)/.done
+	$(call pytest_with_torch,$(NEWER_TORCH),$(CURDIR)/build/triton-$(NEWER_TRITON):) -n $(WORKERS) -m "not gpu and not compile"
 
 test-kernels: compile interpret
 
@@ -163,7 +171,7 @@ engines: build/engines/.done
 	for engine in vllm vllm_kda sglang sglang_kda lmdeploy; do \
 		GDN_ENGINE_SOURCES=$(CURDIR)/build/engines $(PYTEST) tests/test_engine_$$engine.py || exit 1; done
 
-matrix: compile $(OTHER_TRITONS:%=matrix-%)
+matrix: compile $(OTHER_TRITONS:%=matrix-%) test-newer
 
 matrix-%: build/triton-%/.done
 	$(over) $(TEST_PYTHON) -c "import triton; assert triton.__version__ == '$*', triton.__version__"
@@ -216,7 +224,7 @@ build/docs/.done: Makefile
 build/torch-%/.done: .ci/without_cuda
 	rm -rf build/torch-$*
 	if command -v cc && command -v nm && command -v readelf && \
-		$(TEST_PYTHON) -m pip install --progress-bar off --no-deps --no-compile --target build/torch-$* torch==$* $(OLDEST_CUDART) && \
+		$(TEST_PYTHON) -m pip install --progress-bar off --no-deps --no-compile --target build/torch-$* torch==$* $(CUDART) && \
 		.ci/without_cuda build/torch-$*; \
 	then touch build/torch-$*/.installed; \
 	else mkdir -p build/torch-$* && echo "torch $* cannot be installed here: its tests are left out"; fi
