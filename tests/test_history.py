@@ -509,6 +509,26 @@ def test_a_pool_of_layers():
     assert x.cursor[0, 1].tolist() == [7, 7, 7]
 
 
+@pytest.mark.parametrize("state", [F32, BF16, torch.int16, torch.int8])
+def test_a_slot_is_copied_by_the_tensors_of_its_pool(state):
+    """They are all that a slot has: the copy decodes and folds as the slot does."""
+    x = pool(4, state=state)
+    assert len(x.tensors()) == {torch.int16: 6, torch.int8: 7}.get(state, 5)
+    source, target = torch.tensor([3]), torch.tensor([5])
+    steps = [inputs(1, 1, **SIZES) for _ in range(6)]
+    for given in steps[:2]:
+        api.decode_with_history(**given | {"read_index": source}, pool=x, use_history=True)
+    for y in x.tensors():
+        y[target] = y[source]
+    for given in steps[2:]:
+        one, two = (
+            api.decode_with_history(**given | {"read_index": slot}, pool=x, use_history=True)
+            for slot in (source, target)
+        )
+        assert one.any() and same_bits(one, two)
+    assert all(same_bits(y[3], y[5]) for y in x.tensors())
+
+
 def test_cursors_out_of_range_are_clamped(backend, device):
     """Any cursor and any count reads and writes no place out of range."""
     x = pool()

@@ -75,19 +75,24 @@ class HistoryPool:
 
     def __getitem__(self, layer: int) -> "HistoryPool":
         """Return the pool of one layer, whose tensors are views."""
-        state, u, k, G, cursor = (x[layer] for x in self.tensors())
+        state, u, k, G, cursor = (x[layer] for x in self._always())
         scale, low = (None if x is None else x[layer] for x in (self.column_scale, self.remainder))
         return HistoryPool(state, u, k, G, cursor, self.room, scale, low)
 
     def tensors(self) -> tuple[Tensor, ...]:
-        """Return state, history_u, history_k, history_G and cursor."""
+        """Return all tensors of the pool: state, history_u, history_k, history_G, cursor; for integers, then
+        column_scale, and remainder if there is one."""
+        given = (x for x in (self.column_scale, self.remainder) if x is not None)
+        return *self._always(), *given
+
+    def _always(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """Return the tensors that every pool has."""
         return self.state, self.history_u, self.history_k, self.history_G, self.cursor
 
     @property
     def bytes_per_slot(self) -> int:
         """Return the bytes of a slot in one layer: its state, its history and its cursor."""
-        held = (x for x in (*self.tensors(), self.column_scale, self.remainder) if x is not None)
-        return sum(x[(0,) * (self.cursor.dim() - 1)].nbytes for x in held)
+        return sum(x[(0,) * (self.cursor.dim() - 1)].nbytes for x in self.tensors())
 
     def read(
         self, index: Index, *, state_v_first: bool = False, dtype: torch.dtype = torch.float32
@@ -279,7 +284,7 @@ def decode_with_history(
     """
     _check_pool(pool)
     tensors = (
-        q, k, v, *pool.tensors(), g, beta, a, b, A_log, dt_bias, pool.column_scale, pool.remainder,
+        q, k, v, *pool._always(), g, beta, a, b, A_log, dt_bias, pool.column_scale, pool.remainder,
         cu_seqlens, read_index, num_accepted,
     )  # fmt: skip
     options = (
