@@ -1,5 +1,6 @@
 """The command line, through typer's own runner: what is printed, what is written, and the exit code."""
 
+import inspect
 import itertools
 import json
 import os
@@ -237,3 +238,23 @@ def test_the_benchmarks_run_without_the_script(tmp_path):
 def test_module_runs_without_a_script():
     done = forks.python("-m", "gdn", "--help", check=True)
     assert all(command in done.stdout for command in ("info", "verify", "bench"))
+
+
+def test_warmup_has_the_arguments_of_the_function():
+    """Each option is an argument of gdn.warmup, and reaches it."""
+    from gdn.cli import warmup
+
+    options = warmup.WarmupOptions(heads="2/4", decay="channel", lower_bound=-5.0, dtypes="fp32,bf16")
+    given = warmup.arguments_of(options)
+    assert (given["decay"], given["lower_bound"]) == ("channel", -5.0)
+    assert given["dtypes"] == (torch.float32, torch.bfloat16)
+    assert not set(given) - set(inspect.signature(gdn.warmup).parameters)
+    done = run(
+        "warmup", "--heads=2/4", "--head-dims=16", "--decay=channel", "--lower-bound=-5", "--device=cpu"
+    )
+    assert done.exit_code == 0 and "decode" in done.output
+    # a softplus gate has no bound of this sign
+    done = run(
+        "warmup", "--heads=2/4", "--head-dims=16", "--decay=channel", "--lower-bound=5", "--device=cpu"
+    )
+    assert done.exit_code == 2 and "lower_bound" in done.output

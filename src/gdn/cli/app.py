@@ -107,6 +107,10 @@ def print_engines(json_file: str | None) -> None:
         console.print(f"{calls} calls of {name} went to the engine: {reason}")
 
 
+# large enough for every backend; its tensors take 30 MB in fp32
+PROMPT = testing.Case(lengths=testing.rows(1024), heads=(16, 32), sizes=(128, 128))
+
+
 def info(
     device: Device = None,
     json_file: Json = None,
@@ -114,7 +118,7 @@ def info(
         bool, typer.Option("--engines", help="Whose kernels run the layers of vLLM, SGLang, lmdeploy.")
     ] = False,
 ) -> None:
-    """Print versions, devices, threads, and the backend of a call of each dtype."""
+    """Print versions, devices, threads, and the backend of a prompt of 1,024 tokens of each dtype."""
     if engines:
         print_engines(json_file)
         return
@@ -122,7 +126,7 @@ def info(
     devices = ["cpu", *(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))]
     reports = {}
     for name, dtype in DTYPES.items():
-        given = testing.inputs(testing.Case(lengths=testing.rows(64)), dtype, device=where)
+        given = testing.inputs(PROMPT, dtype, device=where)
         reports[name] = gdn.explain(**given.tensors, **given.options)
     facts = {
         **environment(),
@@ -138,7 +142,7 @@ def info(
     table.add_row("processor", f"{facts['cpu']}, {facts['threads']} threads")
     table.add_row("devices", ", ".join(devices))
     console.print(table)
-    table = Table(f"on {where}", *ORDER)
+    table = Table(f"1,024 tokens on {where}", *ORDER)
     for name, report in reports.items():
         words = ((report.refusals.get(b), b == report.chosen) for b in ORDER)
         table.add_row(

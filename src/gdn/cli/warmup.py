@@ -33,6 +33,7 @@ class WarmupOptions:
     engines: Annotated[str, typer.Option(help="Some of gdn, history, vllm, sglang, lmdeploy.")] = "gdn"
     gates: Annotated[str, typer.Option(help="Some of raw, active.")] = "raw"
     decay: Annotated[str, typer.Option(help="head, or channel (KDA).")] = "head"
+    lower_bound: Annotated[float | None, typer.Option(help="Of raw gates, such as -5 (Ling-3.0).")] = None
     l2norm: Annotated[bool, typer.Option("--l2norm", help="use_qk_l2norm_in_kernel=True.")] = False
     state_v_first: Annotated[bool, typer.Option("--state-v-first", help="States [V, K].")] = False
     training: Annotated[bool, typer.Option("--training", help="Compile the backward, too.")] = False
@@ -92,6 +93,7 @@ def arguments_of(options: WarmupOptions) -> dict[str, Any]:
         "state_dtypes": find_dtypes("state-dtypes", options.state_dtypes, STATE_DTYPES),
         "conv_size": options.conv_size, "max_tokens": options.max_tokens, "max_rows": options.max_rows,
         "engines": words(options.engines), "gates": words(options.gates), "decay": options.decay,
+        "lower_bound": options.lower_bound,
         "use_qk_l2norm_in_kernel": options.l2norm, "state_v_first": options.state_v_first,
         "training": options.training,
     }  # fmt: skip

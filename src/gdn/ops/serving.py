@@ -113,7 +113,8 @@ def decode(
             they are: ValueError, as for offsets on the CPU). In a row of more tokens every output and state
             is right, or NaN where the kernel or a per-token tensor is for fewer tokens. Other rows are right.
     Bits:   T tokens at once equal T single steps bit for bit with an fp32 pool, and with round_state for
-            other pools. The bits of a row do not depend on the other rows, unless exact_packet=False.
+            other pools. The bits of a row do not depend on the other rows; with exact_packet=False those of
+            packed rows depend on max_seqlen.
     Raises: TypeError, ValueError, NotImplementedError as in `gdn.problem`; ValueError if a gradient is
             required; no tensor has been modified then.
     Cost:   6 K V flop per token and value head; per row one state is read and, with "final", one written.

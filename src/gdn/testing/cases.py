@@ -198,7 +198,7 @@ def covering(
 
 
 def product(factors: dict[str, tuple[Any, ...]] = FACTORS) -> Iterator[Case]:
-    """Yield every case of the full product: billions, so take a slice."""
+    """Yield every case of the full product: millions, so take a slice."""
     for values in itertools.product(*factors.values()):
         chosen = dict(zip(factors, values, strict=True))
         if not is_contradiction(chosen):

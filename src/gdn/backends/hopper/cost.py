@@ -350,7 +350,7 @@ def _scan_time(
 
 
 def makespan(cost: ScanCost, items: Items, rest: float, num_sms: int) -> float:
-    """Return the us of greedily scheduling `jobs` on num_sms CTAs, with `rest` further chunks on each."""
+    """Return the us of greedily scheduling items on num_sms CTAs, with `rest` further chunks on each."""
     longest = max(chunks for _, chunks in items)
     busy = sum(count * chunks for count, chunks in items) / max(1, longest)
     # between one busy SM and a GPU whose HBM bandwidth all SMs share
@@ -372,7 +372,7 @@ def makespan(cost: ScanCost, items: Items, rest: float, num_sms: int) -> float:
 
 
 def _triton_time(num_heads: int, chunks: int, num_sms: int) -> float:
-    # us of `triton` for `pairs` sequences x heads: the fused scan if it fills the SMs, else value strips
+    # us of `triton` for `num_heads` sequences x heads: the fused scan if it fills the SMs, else value strips
     tiles = TRITON_TILE * num_heads * chunks
     if 2 * num_heads > num_sms:
         return TRITON_LAUNCHES + tiles + _cdiv(num_heads, num_sms) * chunks * TRITON_SCAN
