@@ -368,3 +368,28 @@ def test_prefill_then_decode_is_decode_all_the_way(backend, device):
             replayed[None], *(h[None] for h in kept.values()), cursor, at, 0 * at, room=6, backend=backend
         )
         assert error(replayed[1], state[1]) <= 1e-5
+
+
+@pytest.mark.parametrize("v_first", [False, True])
+@pytest.mark.parametrize("function", ["chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule"])
+def test_results_may_be_changed_in_place(backend, device, function, v_first):
+    """Autograd refuses this for views among several outputs."""
+    x = torch.randn(2, 20, 2, 16, device=device, requires_grad=True)
+    o, state = getattr(gdn, function)(
+        x, x, x, use_qk_l2norm_in_kernel=True, output_final_state=True, state_v_first=v_first, backend=backend
+    )
+    state[0] = 0
+    o[0].mul_(2)
+    (o.sum() + state.sum()).backward()
+    assert x.grad[1].any()
+
+
+@pytest.mark.parametrize("channels", [1, 16])
+def test_results_of_a_convolution_may_be_changed_in_place(backend, device, channels):
+    x = torch.randn(2, 20, channels, device=device, requires_grad=True)
+    weight = torch.randn(channels, 4, device=device)
+    y, window = gdn.causal_conv1d(x, weight, output_final_state=True, backend=backend)
+    y[0].mul_(2)
+    window[0] = 0
+    (y.sum() + window.sum()).backward()
+    assert x.grad.any()

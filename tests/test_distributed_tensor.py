@@ -139,6 +139,33 @@ def test_fsdp_in_bf16_keeps_the_gates_in_fp32(ranks, is_split):
     assert ranks.run(gates, is_split) == [[torch.float32, bf16, bf16]] * 3
 
 
+def train_sharded(rank: int, recompute: bool) -> list[Tensor]:
+    """Return the outputs and gradients of two steps under FSDP2, which gathers parameters anew backward."""
+    from torch.distributed.fsdp import fully_shard
+
+    mesh, model = mesh_of(dp=3, tp=1), layer(torch.float32)
+    model.recompute = recompute
+    gdn.distributed.fully_shard_layers(model, mesh=mesh["dp"])
+    root = fully_shard(nn.Sequential(model), mesh=mesh["dp"])
+    x = tokens(3, 1, 70, 16)[rank].float()
+    found = []
+    for _ in range(2):
+        y = root(x)
+        y.square().mean().backward()
+        found += [y.detach(), *(p.grad.full_tensor() for p in model.parameters())]
+        with torch.no_grad():
+            for p in model.parameters():
+                p.sub_(p.grad)
+        model.zero_grad()
+    return found
+
+
+def test_a_layer_computes_again_under_fsdp(ranks):
+    """Parameters that FSDP2 gathers for the backward are not taken for changed ones."""
+    for plain, again in zip(ranks.run(train_sharded, False), ranks.run(train_sharded, True), strict=True):
+        assert all(torch.equal(x, y) for x, y in zip(plain, again, strict=True))
+
+
 def recompute(rank: int, exchange: str, kind: str) -> tuple[dict[str, int], list[Tensor]]:
     """Return the number of collectives of a step with activation checkpointing, and the gradients."""
     from torch.distributed.tensor.debug import CommDebugMode

@@ -233,6 +233,37 @@ def test_recompute_computes_what_the_forward_did(monkeypatch, change):
     assert all(torch.equal(x, y) for x, y in zip(*found, strict=True))
 
 
+CHANGED = [
+    "A_log", "dt_bias", "in_proj_a.weight", "in_proj_b.weight", "in_proj_z.weight", "conv1d.weight",
+    "norm.weight", "out_proj.weight", "state", "window",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("name", CHANGED)
+def test_the_backward_refuses_what_was_changed_after_the_forward(name, recompute):
+    """An optimizer's step, a reused buffer: within hooks, as those of recompute, autograd does not look."""
+    layer = gdn.GatedDeltaNet(32, 2, 4, 8, 8, recompute=recompute)
+    hidden, state = torch.randn(1, 70, 32, requires_grad=True), torch.randn(1, 4, 8, 8)
+    cache = gdn.GatedDeltaNetCache(torch.randn(1, layer.conv1d.weight.shape[0], 3), state)
+    tensors = {**dict(layer.named_parameters()), "state": state, "window": cache.conv_state}
+    y = layer(hidden, cache=cache)
+    with torch.no_grad():
+        tensors[name].mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+def test_recompute_refuses_changes_of_what_it_reads_alone():
+    """The gradient of out_proj's weight needs the norm's output, but no node of the norm runs."""
+    layer = gdn.GatedDeltaNet(32, 2, 4, 8, 8, recompute=True)
+    y = layer(torch.randn(1, 70, 32))
+    with torch.no_grad():
+        layer.norm.weight.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        torch.autograd.grad(y.sum(), layer.out_proj.weight)
+
+
 class DroppingNorm(torch.nn.Module):
     def __init__(self, norm):
         super().__init__()
@@ -361,6 +392,26 @@ def test_packed(index_dtype):
             largest_error(cache.state[n], state[0]) < 1e-5
             and largest_error(cache.conv_state[n], window[0]) < 1e-5
         )
+
+
+@pytest.mark.parametrize("kind", [gdn.GatedDeltaNet, gdn.KimiDeltaAttention])
+def test_tokens_past_the_end_may_hold_any_value(kind):
+    """NaN past cu_seqlens[-1] reaches no output, state, window or gradient, and has none."""
+    layer, cu = kind(32, 2, 4, 8, 8), torch.tensor([0, 10, 40])
+    found = []
+    for tail in (0.0, float("nan"), 1e38):
+        hidden, cache = (
+            torch.randn(1, 50, 32, generator=torch.Generator().manual_seed(1)),
+            gdn.GatedDeltaNetCache(),
+        )
+        hidden[:, 40:] = tail
+        hidden.requires_grad_()
+        y = layer(hidden, cu_seqlens=cu, cache=cache)
+        gradients = torch.autograd.grad(y.square().sum(), [hidden, *layer.parameters()])
+        assert not y[:, 40:].any() and not gradients[0][:, 40:].any()
+        found.append([y, cache.state, cache.conv_state, *gradients])
+    assert all(torch.equal(x, y) for other in found[1:] for x, y in zip(found[0], other, strict=True))
+    assert all(x.isfinite().all() for x in found[0])
 
 
 def test_empty():

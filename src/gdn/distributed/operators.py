@@ -13,6 +13,7 @@ The name of a context stands for it among the arguments. Shapes of results may n
 empty, and no rows of states are arguments or results of a call.
 """
 
+import copy
 import math
 import weakref
 from collections.abc import Callable, Mapping
@@ -20,11 +21,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 from torch.fx.node import has_side_effect
 
 from gdn._torch_compat import run_once
 from gdn.distributed import calls, halo, rule
-from gdn.distributed.check import Hashed, conv_words, hashed
+from gdn.distributed.check import Compared, Hashed, conv_words, hashed
 from gdn.distributed.exchange import split_heads
 from gdn.distributed.plan import Plan
 from gdn.ops.conv import causal_conv1d
@@ -49,6 +51,9 @@ if TYPE_CHECKING:
 NUM_SAVED = SAVED.count("Tensor")
 # name -> id -> context; those of equal values share a name, so that a new one does not compile a call again
 _contexts: "dict[str, weakref.WeakValueDictionary[int, ContextParallel]]" = {}
+# group -> name -> the compiled calls that its ranks have compared: alike on all ranks, whichever contexts of
+# one name their garbage collections have left
+_compared: "weakref.WeakKeyDictionary[ProcessGroup, dict[str, Compared]]" = weakref.WeakKeyDictionary()
 
 
 def name_context(context: "ContextParallel", values: tuple[Any, ...]) -> str:
@@ -61,11 +66,14 @@ def name_context(context: "ContextParallel", values: tuple[Any, ...]) -> str:
 
 
 def find_context(name: str) -> "ContextParallel":
-    """Return a living context of this name: any of them, since they have equal values."""
+    """Return a context of this name, whose values are those of a living one, and its compared calls."""
     context = next(iter(_contexts[name].values()), None)
     if context is None:
         raise RuntimeError("cp_context: expected the context to live until the backward, got a deleted one")
-    return context
+    of_group = _compared.setdefault(context._groups.whole, {})
+    compiled = copy.copy(context)
+    object.__setattr__(compiled, "_compared", of_group.setdefault(name, Compared()))
+    return compiled
 
 
 def can_trace(context: "ContextParallel", options: Mapping[str, Any]) -> bool:

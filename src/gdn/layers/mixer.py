@@ -97,6 +97,10 @@ class DeltaRuleMixer(nn.Module):
         )  # fmt: skip
         is_short = cache is not None and T <= SHORT and not torch.is_grad_enabled()
         if attention_mask is None:
+            if cu_seqlens is not None and cp_context is None:
+                # tokens past the end may hold any value, too
+                is_past = torch.arange(T, device=hidden.device) >= cu_seqlens[-1].to(hidden.device)
+                hidden = hidden.masked_fill(is_past[:, None], 0)
             return self._mix(hidden, cu_seqlens, cu_seqlens_cpu, cache, is_short, cp_context)
         mask = attention_mask[:, attention_mask.shape[1] - T :] != 0
         order, place, cu_seqlens = pack(mask)
@@ -128,7 +132,8 @@ class DeltaRuleMixer(nn.Module):
             if self.recompute and holds_alone(parts[0]) and can_recompute(*parts):
                 given = qkv.detach(), None if old is None else old.detach()
                 again = partial(convolve_and_split, freeze(self.conv1d), self._widths, *given, **lengths)
-                kept = recomputing(lambda: again()[0], *parts)
+                inputs = [x for x in given if x is not None]
+                kept = recomputing(lambda: again()[0], self.conv1d, inputs, *parts)
         del qkv  # without a graph, the convolution's input is free during the rule
         with kept:
             options = {"initial_state": state, "output_final_state": cache is not None, **lengths}
@@ -143,8 +148,9 @@ class DeltaRuleMixer(nn.Module):
         is_own = type(self.norm) is GatedRMSNorm and has_own_forward(self.norm)
         if not (self.recompute and is_own and can_recompute(y)):
             return self.out_proj(y)  # type: ignore[no-any-return]
-        normalise = partial(freeze(self.norm), o.detach(), z.detach())
-        with recomputing(lambda: (normalise().flatten(-2),), y):
+        inputs = [o.detach(), z.detach()]
+        normalise = partial(freeze(self.norm), *inputs)
+        with recomputing(lambda: (normalise().flatten(-2),), self.norm, inputs, y):
             return self.out_proj(y)  # type: ignore[no-any-return]
 
     @property

@@ -22,11 +22,31 @@ class Token(NamedTuple):
     offset: Any
 
 
+class Kept(NamedTuple):
+    """Hold a tensor that is not computed again, and its version, which autograd compares outside of hooks."""
+
+    tensor: Tensor
+    version: int
+
+    def unchanged(self) -> Tensor:
+        """Return the tensor; raise RuntimeError, as autograd does, if it was changed in place."""
+        x, version = self.tensor, self.tensor._version
+        if version != self.version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace "
+                f"operation: a tensor {tuple(x.shape)} is at version {version}, expected {self.version}"
+            )
+        return x
+
+
 class _Outputs:
     """Compute outputs again when a backward unpacks them, once for all that the forward has packed."""
 
-    def __init__(self, compute: Callable[[], Sequence[Tensor]], outputs: Sequence[Tensor]) -> None:
+    def __init__(
+        self, compute: Callable[[], Sequence[Tensor]], inputs: Sequence[Tensor], outputs: Sequence[Tensor]
+    ) -> None:
         self.compute = compute
+        self.inputs = [Kept(x, x._version) for x in inputs]
         # parts of one tensor share a storage
         self.numbers = _numbers(outputs)
         self.places = _places(outputs)
@@ -39,20 +59,22 @@ class _Outputs:
         # other layouts, as of a sparse weight, have no storage
         number = self.numbers.get(x.untyped_storage()._cdata) if x.layout == torch.strided else None
         if number is None:
-            return x
+            return Kept(x, x._version)
         output, version = self.given[number]
         now = output()
         # a replaced module may write to its input, or look at its bits
         if now is None or now._version != version or now.dtype != x.dtype:
-            return x
+            return Kept(x, x._version)
         self.packed += 1
         return Token(number, x.shape, x.stride(), x.storage_offset())
 
     def unpack(self, x: Any) -> Tensor:
         if not isinstance(x, Token):
-            return x  # type: ignore[no-any-return]
+            return x.unchanged()  # type: ignore[no-any-return]
         fresh = self.fresh
         if not fresh:
+            for given in self.inputs:
+                given.unchanged()
             with torch.no_grad():
                 fresh = self.fresh = self._as_before(self.compute())
             self.left = self.packed
@@ -102,11 +124,15 @@ def can_recompute(*outputs: Tensor) -> bool:
     return torch.is_grad_enabled() and are_plain(*outputs) and not has_saved_tensor_hooks()
 
 
-def recomputing(compute: Callable[[], Sequence[Tensor]], *outputs: Tensor) -> AbstractContextManager[Any]:
+def recomputing(
+    compute: Callable[[], Sequence[Tensor]], module: nn.Module, inputs: Sequence[Tensor], *outputs: Tensor
+) -> AbstractContextManager[Any]:
     """Return a context in which autograd saves none of `outputs`: a backward calls `compute` for them.
 
-    `compute` returns tensors with their bits and shapes.
+    `compute` returns tensors with their bits and shapes, from `inputs` and the parameters of `module`. The
+    backward raises RuntimeError if one of these, or a tensor that autograd saves, was changed in place.
     """
     device = outputs[0].device
-    kept = _Outputs(lambda: without_autocast(device, compute), outputs)
+    given = (*inputs, *module.parameters(recurse=False))
+    kept = _Outputs(lambda: without_autocast(device, compute), given, outputs)
     return torch.autograd.graph.saved_tensors_hooks(kept.pack, kept.unpack)

@@ -172,9 +172,9 @@ def last_inputs(
     """Return the last `columns` inputs of each sequence and of `initial` [N, D, columns], newest last."""
     n = torch.arange(len(ranges.row), device=x.device)
     p = ranges.end[:, None] + torch.arange(-columns, 0, device=x.device)
-    return (
-        gather_windows(x, ranges, n, p, initial, accumulator_dtype(x)).transpose(1, 2).to(dtype).contiguous()
-    )
+    windows = gather_windows(x, ranges, n, p, initial, accumulator_dtype(x)).transpose(1, 2).to(dtype)
+    # no view, which `contiguous` leaves of one channel: a caller may change it in place
+    return windows.clone(memory_format=torch.contiguous_format)
 
 
 def valid_slots(

@@ -44,7 +44,8 @@ def recurrent_forward(problem: Problem) -> tuple[Tensor, Tensor | None]:
         return o, None
     final = S.mT if p.state_v_first else S
     if order is None:
-        return o, final[: p.N].contiguous()
+        # no view: a caller may change it in place, which autograd refuses for views among several outputs
+        return o, final[: p.N].clone(memory_format=torch.contiguous_format)
     return o, torch.empty_like(final).index_copy_(0, order, final)
 
 
