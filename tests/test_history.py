@@ -635,6 +635,50 @@ def test_refusals_touch_nothing(kind, message, change):
     assert all(same_bits(y, z) for y, z in zip(before, x.tensors(), strict=True))
 
 
+@pytest.mark.parametrize("offsets", [[0, 1, 5], [0, 0, 5]])
+@pytest.mark.parametrize("use_history", [True, False])
+def test_a_packed_row_has_no_more_tokens_than_there_is_room(offsets, use_history):
+    """Offsets on the CPU are checked where `max_seqlen` is not given; the history would lose tokens."""
+    x = pool()
+    before = [y.clone() for y in x.tensors()]
+    given = inputs(1, 5, **SIZES) | {"read_index": torch.arange(2), "cu_seqlens": torch.tensor(offsets)}
+    longest = max(b - a for a, b in itertools.pairwise(offsets))
+    with pytest.raises(
+        ValueError, match=f"room: expected at least {longest}, the most tokens of a row, got 1"
+    ):
+        api.decode_with_history(**given, pool=x, use_history=use_history)
+    assert all(same_bits(y, z) for y, z in zip(before, x.tensors(), strict=True))
+
+
+@pytest.mark.parametrize("kind", ["history", "int16"])
+def test_what_write_refuses_changes_nothing(kind):
+    """States with a gradient would make the pool part of a graph; an inference tensor cannot be written."""
+    sizes = {"num_v_heads": 2, "head_k_dim": 8, "head_v_dim": 8}
+
+    def make():
+        if kind == "int16":
+            return gdn.allocate_int16_pool(3, **sizes)
+        x = gdn.allocate_history_pool(3, num_k_heads=2, **sizes)
+        x.cursor[:, 1] = 1
+        return x
+
+    states, slot = torch.ones(1, 2, 8, 8, requires_grad=True), torch.tensor([1])
+    with torch.inference_mode():
+        cold = make()
+    for x, given, message in (
+        (make(), states, "states: expected a tensor without gradient"),
+        (cold, states.detach(), "expected a tensor that may be written outside inference mode"),
+    ):
+        before = {name: y.clone() for name, y in vars(x).items() if torch.is_tensor(y)}
+        with pytest.raises(ValueError, match=message):
+            x.write(slot, given)
+        assert all(same_bits(getattr(x, name), y) for name, y in before.items())
+    x = make()
+    with torch.no_grad():
+        x.write(slot, states)
+    assert not x.state.requires_grad and error(x.read(slot), states.detach()) < 1e-4
+
+
 @pytest.mark.parametrize("kind, message, name, value", WRONG_POOLS)
 def test_wrong_pools_are_refused(kind, message, name, value):
     wrong = gdn.HistoryPool(**vars(pool()) | {name: value})

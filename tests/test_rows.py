@@ -105,3 +105,37 @@ def test_a_row_in_programs_of_each_size(triton_device, monkeypatch, name):
     assert whole[0].isfinite().all() and whole[0].any()
     for batch, part in zip(batches, parts, strict=False):
         assert all(same_bits(few, many[batch]) for few, many in zip(part, whole, strict=True)), len(batch)
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize("decay", ["head", "channel"])
+@pytest.mark.parametrize("function", ["decode", "replay_decode"])
+def test_tokens_with_the_last_stride_of_time(backend, device, function, decay):
+    """q | k | v of a convolution [B, D, T], transposed and split: the bits of contiguous ones, also alone."""
+    N, T, H, K = 3, 2, 2, 32
+    parts = torch.randn(N, 3 * H * K, T).transpose(1, 2).split(H * K, -1)
+    x = {name: y.unflatten(-1, (H, K)) for name, y in zip("qkv", parts, strict=True)}
+    x |= {"g": -torch.rand(N, T, H, *([K] if decay == "channel" else [])), "beta": torch.rand(N, T, H)}
+    states, found = torch.randn(N, H, K, K), []
+
+    def run(given, rows):
+        pool = {"state": states[rows].clone()}
+        if function == "replay_decode":
+            G = torch.zeros(
+                len(rows), 4, *x["g"].shape[2:], dtype=F32 if decay == "channel" else torch.float64
+            )
+            pool |= {
+                "history_u": torch.zeros(len(rows), 4, H, K),
+                "history_k": torch.zeros(len(rows), 4, H, K),
+            }
+            pool |= {"history_G": G, "cursor": torch.zeros(len(rows), dtype=torch.int32)}
+        given = {name: y[rows].to(device) for name, y in given.items()}
+        pool = {name: y.to(device) for name, y in pool.items()}
+        options = {"use_qk_l2norm_in_kernel": True, "backend": backend}
+        o = getattr(api, function)(**given, **pool, **options)
+        return torch.cat([o.flatten(1), pool["state"].flatten(1)], 1)
+
+    every = torch.arange(N)
+    for given in ({name: y.contiguous() for name, y in x.items()}, x):
+        found += [run(given, every), torch.cat([run(given, every[n : n + 1]) for n in range(N)])]
+    assert all(same_bits(found[0], y) for y in found[1:])

@@ -112,6 +112,7 @@ class HistoryPool:
         skipped; no slot may be written twice. Raises TypeError, ValueError for wrong tensors; nothing is
         written then.
         """
+        check.writable("cursor", self.cursor)
         write_slots(states_of(self, state_v_first), index, states, state_v_first)
         self.reset(index)
 

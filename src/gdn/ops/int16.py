@@ -127,6 +127,9 @@ def write_slots(held: Tensor | ColumnStates, index: Index, states: Tensor, state
     axes = "n HV V K" if state_v_first else "n HV K V"
     sizes = (*index.shape, *held.shape[1:])
     check.shape("states", states, axes, dict(zip(axes.split(), sizes, strict=True)))
+    check.no_gradient("write", states=states)
+    for name, x in zip(("state", "column_scale", "remainder"), _tensors_of(held), strict=False):
+        check.writable(name, x)
     index, slots = index.long(), held.shape[0]
     if len(index) == 0 or slots == 0:
         return

@@ -55,6 +55,13 @@ class HistoryProblem(
     null_slot: int | None
     backend: str | None
 
+    def token_ranges(self, *, read_device: bool) -> list[tuple[int, int]] | None:
+        """Do as for any packet; raise ValueError for a row of more tokens than the pool has room for."""
+        ranges = OnHistory.token_ranges(self, read_device=read_device)
+        if self.cu_seqlens is not None:
+            check_longest(max((count for _, count in ranges or ()), default=0), self.room)
+        return ranges
+
     @property
     def must_append(self) -> bool:
         """Return True if the plain way does not exist: for drafts, and for int8, which only folds write."""
@@ -158,8 +165,8 @@ def parse_history(**given: Any) -> HistoryProblem:
     addressing.pool(p, False, dims, has_history=True)
     check_ring(p, dims)
     check_history_dtypes(p)
-    if dims.get("M") is not None and dims["M"] > p.room:
-        raise ValueError(f"room: expected at least {dims['M']}, the most tokens of a row, got {p.room}")
+    if dims.get("M") is not None:
+        check_longest(dims["M"], p.room)
     addressing.one_slot_per_row(p.read_index, dims)
     if p.num_accepted is not None:
         addressing.index("num_accepted", p.num_accepted, "N", dims)
@@ -255,6 +262,12 @@ def check_use_history(use_history: Any, state: Any) -> None:
         raise TypeError(f"use_history: expected a bool or None, got {type(use_history).__name__}")
     if use_history is False and isinstance(state, Tensor) and state.dtype == torch.int8:
         raise ValueError("use_history: expected None or True with states in int8, got False")
+
+
+def check_longest(tokens: int, room: int) -> None:
+    """Raise ValueError if a row has more tokens than `room`."""
+    if tokens > room:
+        raise ValueError(f"room: expected at least {tokens}, the most tokens of a row, got {room}")
 
 
 def check_room(room: Any, places: int) -> None:

@@ -99,7 +99,8 @@ def _token_operands(p: DecodeProblem, o: Tensor) -> list[Token]:
     The last one, the decay, has one number for a head or one for each row of the state.
     """
     H, HV, K, V = p.H, p.HV, p.K, p.V
-    kq = torch.stack((p.k, p.q), 3).view(-1, H, 2, K).to(p.dtype)
+    # in one layout, on which the bits of a norm depend: torch.stack keeps one of few tokens
+    kq = torch.stack((p.k, p.q), 3).reshape(-1, H, 2, K).to(p.dtype).contiguous()
     if p.use_qk_l2norm_in_kernel:
         l2norm_(kq)
     # <q, k> per key head, before the repeat: H sums over K, not HV

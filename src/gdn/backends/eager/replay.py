@@ -54,7 +54,8 @@ class RowsOnHistory:
     def __init__(self, p: OnReplay) -> None:
         self.p = p
         self.o = torch.zeros(p.out.shape, dtype=p.dtype, device=p.q.device).flatten(0, 1)
-        q, self.k, self.v = (x.flatten(0, 1).to(p.dtype) for x in (p.q, p.k, p.v))
+        # in one layout: the sum of a product, and so the bits of a row, may depend on strides
+        q, self.k, self.v = (x.flatten(0, 1).to(p.dtype).contiguous() for x in (p.q, p.k, p.v))
         q_rstd, self.k_rstd = ((x * x).sum(-1).add_(1e-6).rsqrt_() for x in (q, self.k))
         if not p.use_qk_l2norm_in_kernel:
             q_rstd, self.k_rstd = torch.ones_like(q_rstd), torch.ones_like(self.k_rstd)
