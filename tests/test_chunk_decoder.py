@@ -305,3 +305,22 @@ def test_on_a_gpu(backend, dtype):
     """Decode rows of a model's heads over two chunks."""
     options = {"raw_gate": "on", "beta": "sigmoid", "use_qk_l2norm_in_kernel": True}
     check_bits(backend, GPU, (130, 0, 37), 80, dtype, heads=(4, 8), sizes=(128, 128), **options)
+
+
+def test_inference_mode_and_autocast():
+    """A decoder of one mode serves calls in another one; outputs have the dtype of the rule's."""
+    q = torch.randn(2, 70, 2, 16)
+    options = {"use_qk_l2norm_in_kernel": True}
+    expected, _ = gdn.chunk_gated_delta_rule(q, q, q, batch_invariant=True, backend="eager", **options)
+    for inside, outside in ((torch.inference_mode, torch.no_grad), (torch.no_grad, torch.inference_mode)):
+        with inside():
+            decoder = gdn.ChunkDecoder(torch.zeros(2, 2, 16, 16), **options)
+        with outside():
+            o = [decoder.prefill(*[q[:, :66]] * 3)]
+        with inside():
+            o += [decoder.decode(*[q[:, i : i + 1]] * 3) for i in range(66, 70)]
+        assert same_bits(torch.cat(o, 1), expected)
+    decoder = gdn.ChunkDecoder(torch.zeros(2, 2, 16, 16), **options)
+    with torch.autocast("cpu", torch.bfloat16):
+        o = [decoder.prefill(*[q[:, :66]] * 3), decoder.decode(*[q[:, 66:67]] * 3)]
+        assert {y.dtype for y in o} == {gdn.chunk_gated_delta_rule(q, q, q)[0].dtype} == {torch.bfloat16}

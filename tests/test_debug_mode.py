@@ -88,6 +88,14 @@ DUPLICATES = {
         "snapshot_index: " + ONE_SLOT.format(4, 0, 2),
     ),
     "step": (lambda: step(read_index=ints(1, 0, 1)), "read_index: " + ONE_SLOT.format(1, 0, 2)),
+    "step reads a written slot": (
+        lambda: step(read_index=ints(1, 3, 0), write_index=ints(3, 4, 0)),
+        "write_index: expected no row to write what another reads, got slot 3 read by row 1 and written",
+    ),
+    "steps of one window": (
+        lambda: step(read_index=ints(1, 1, 0), write_index=ints(3, 4, 0)),
+        "read_index: " + ONE_SLOT.format(1, 0, 1),
+    ),
     "step's window": (lambda: step(conv_index=ints(1, 1, 0)), "conv_index: " + ONE_SLOT.format(1, 0, 1)),
     "replay": (lambda: replay(read_index=ints(2, 2, 0)), "read_index: " + ONE_SLOT.format(2, 0, 1)),
     "convolution": (lambda: update(state_index=ints(2, 0, 2)), "state_index: " + ONE_SLOT.format(2, 0, 2)),
@@ -109,6 +117,9 @@ def test_rows_that_share_a_slot_and_do_not_write_are_supported(caplog):
     decode(read_index=ints(1, 1, 1), write="none")
     decode(read_index=ints(-1, -1, 1))
     decode(read_index=ints(1, 1, 1), write_index=ints(0, 2, 3))
+    # neither a padded row nor a skipped entry writes
+    step(read_index=ints(3, -1, 0), write_index=ints(2, 2, 0))
+    gdn.commit(torch.zeros(1, 4, 3), torch.zeros(1, 2, 2, 3), ints(1, 1), ints(0, -1), ints(0, 1))
     prefill(state_index=ints(0, 0, 0), update_state=False)
     prefill(state_index=ints(0, 0, 0), out_state_index=ints(1, 2, 3))
     # one request has two columns

@@ -107,7 +107,7 @@ def print_engines(json_file: str | None) -> None:
         console.print(f"{calls} calls of {name} went to the engine: {reason}")
 
 
-# large enough for every backend; its tensors take 30 MB in fp32
+# large enough for every backend; its tensors take 50 MB in fp32
 PROMPT = testing.Case(lengths=testing.rows(1024), heads=(16, 32), sizes=(128, 128))
 
 

@@ -82,14 +82,17 @@ class ChunkDecoder:
 
     def __init__(self, state: State, *, backend: str | None = None, **options: Any) -> None:
         check_decoder(state, backend, options)
-        self.state = state.detach().clone()
-        self.count = torch.zeros(state.shape[0], dtype=torch.int64, device=state.device)
+        # written by later calls, which may be outside of inference mode
+        with torch.inference_mode(False), torch.no_grad():
+            self.state = state.detach().clone()
+            self.count = torch.zeros(state.shape[0], dtype=torch.int64, device=state.device)
         self._options = options | {
             "backend": backend or ("triton" if state.is_cuda else "eager"), "batch_invariant": True,
             "output_final_state": True,
         }  # fmt: skip
         self._tokens: list[Tensor | None] = []  # q, k, v, g, beta of the rows' chunks, [B, C, ...]
 
+    @torch.inference_mode(False)
     @torch.no_grad()
     def prefill(
         self, q: Q, k: Keys, v: Values, g: Decay | None = None, beta: PerHead | None = None,
@@ -107,27 +110,30 @@ class ChunkDecoder:
         if len(rows) != B:
             raise ValueError(f"q: expected {B} rows as in state, got {len(rows)} in {list(q.shape)}")
         self.state = self.state.to(problem.state_dtype)
-        o = torch.zeros_like(v)
-        whole = [row for row in rows if row.whole > 0]
-        if whole:
+        pieces: list[tuple[_Row, Tensor]] = []
+        if any(row.whole > 0 for row in rows):
             offsets = torch.tensor([0, *(row.whole for row in rows)], device=q.device).cumsum(0)
             part = [None if x is None else torch.cat([row.take_whole(x) for row in rows], 1) for x in given]
             outputs, final = self._run(part, cu_seqlens=offsets)
             self.state.copy_(final)
-            for row, piece in zip(rows, outputs.split([row.whole for row in rows], 1), strict=True):
-                row.take_whole(o).copy_(piece)
+            pieces = list(zip(rows, outputs.split([row.whole for row in rows], 1), strict=True))
         held = [None if x is None else x.new_zeros(B, CHUNK, *x.shape[2:]) for x in given]
         for buffer, x in zip(held, given, strict=True):
             if buffer is not None and x is not None:
                 for target, row in zip(buffer, rows, strict=True):
                     target[: row.rest].copy_(row.take_rest(x))
         outputs, _ = self._run(held)
-        self._tokens = held
         self.count.copy_(torch.tensor([row.rest for row in rows], device="cpu"))
-        for piece, row in zip(outputs, rows, strict=True):
+        self._tokens = held
+        # the dtype is that of autocast, where it is on
+        o = torch.zeros_like(v, dtype=outputs.dtype)
+        for row, piece in pieces:
+            row.take_whole(o).copy_(piece)
+        for row, piece in zip(rows, outputs, strict=True):
             row.take_rest(o).copy_(piece[: row.rest])
         return o
 
+    @torch.inference_mode(False)
     @torch.no_grad()
     def decode(self, q: Q, k: Keys, v: Values, g: Decay | None = None, beta: PerHead | None = None) -> Values:
         """Run one more token of each row, [B, 1, ...]; return o [B, 1, HV, V]."""

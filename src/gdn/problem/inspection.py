@@ -126,8 +126,9 @@ def _commit(p: CommitProblem) -> list[str]:
         if index is None or step is None:
             continue
         messages += _past_the_pool(name, index.tolist(), p.dst.shape[1])
-        for n, (slot, t) in enumerate(zip(index.tolist(), step.tolist(), strict=True)):
-            if 0 <= slot < p.dst.shape[1] and 0 <= t < p.src.shape[2]:
+        entries = zip(index.tolist(), p.src_row.tolist(), step.tolist(), strict=True)
+        for n, (slot, row, t) in enumerate(entries):
+            if 0 <= slot < p.dst.shape[1] and 0 <= row < p.src.shape[1] and 0 <= t < p.src.shape[2]:
                 writes.append((n, slot))
         _require_own_slots(name, writes)
     return messages
@@ -135,17 +136,22 @@ def _commit(p: CommitProblem) -> list[str]:
 
 def _step(p: StepProblem) -> list[str]:
     messages: list[str] = []
-    for name, index, pool in (
-        ("read_index", p.read_index, p.state),
-        ("write_index", p.write_index, p.state),
-        ("conv_index", p.conv_index, p.conv_state),
-    ):
-        if index is None:
-            continue
-        if name == "read_index" and p.write_index is not None:
-            messages += _past_the_pool(name, index.tolist(), pool.shape[0])
-        else:
-            messages += _slot_vector(name, index, pool.shape[0], p.null_slot)
+    size, lowest = p.state.shape[0], 0 if p.null_slot is None else 1
+    slots: list[int] = list(range(len(p.x))) if p.read_index is None else p.read_index.tolist()
+    messages += _past_the_pool("read_index", slots, size)
+    reads = [(n, slot) for n, slot in enumerate(slots) if lowest <= slot < size]
+    if p.write_index is None:
+        _require_own_slots("read_index", reads)
+    else:
+        targets = p.write_index.tolist()
+        messages += _past_the_pool("write_index", targets, size)
+        writes = [(n, targets[n]) for n, _ in reads if lowest <= targets[n] < size]
+        _require_own_slots("write_index", writes, reads)
+    # a window is always written where it was read
+    if p.conv_index is not None:
+        messages += _slot_vector("conv_index", p.conv_index, p.conv_state.shape[0], p.null_slot)
+    else:
+        _require_own_slots("read_index", reads)
     return messages
 
 
