@@ -8,6 +8,7 @@ from conftest import HAS_TRITON, INTERPRETED
 
 import gdn
 from gdn.backends import load
+from gdn.backends.backend import Saved
 from gdn.ops import library
 from gdn.problem import parse
 from gdn.testing import Case, inputs, packed, rows
@@ -119,6 +120,18 @@ def test_training_with_a_decay_per_key_channel():
     given = inputs(case, torch.float32)
     for x, y in zip(train(given, "triton", True)[0], train(given, "eager", False)[0], strict=True):
         torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_a_backward_recomputes_all_that_a_forward_did_not_save(recompute):
+    """A new backend may save nothing, as CONTRIBUTING.md shows; the bits are those of saved tensors."""
+    given = inputs(CASES["packed"], torch.float32)
+    problem, eager = parse(**given.tensors, **given.options, recompute=recompute), load("eager")
+    ends = given.do, given.dfinal_state
+    saved = eager.chunk_forward(replace(problem, recompute=False), True)[2]
+    expected, got = (tuple(eager.chunk_backward(problem, x, *ends)) for x in (saved, Saved()))
+    pairs = zip(got, expected, strict=True)
+    assert all(x is y is None or torch.equal(x, y) for x, y in pairs) and got[0].any()
 
 
 @pytest.mark.interpret

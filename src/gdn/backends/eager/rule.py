@@ -124,7 +124,7 @@ def chunk_backward(problem: Problem, saved: Saved, do: Tensor | None, dS: Tensor
     """Implement `Backend.chunk_backward`: about twice the forward's flop; blocks run from last to first."""
     p, g, beta = _prepare(problem)
     if saved.A_inv is None or saved.S_in is None or saved.v_new is None:
-        saved = chunk_forward(problem, True)[2]
+        saved = chunk_forward(replace(problem, recompute=False), True)[2]
     assert saved.A_inv is not None and saved.S_in is not None and saved.v_new is not None
     do = torch.zeros_like(p.v) if do is None else do
     dv, dg, dbeta = (allocate_result(p, x.shape, x.dtype) for x in (p.v, g, beta))
