@@ -8,6 +8,7 @@ from unittest import mock
 
 import pytest
 import torch
+from kit.norms import served_on_cpu
 from kit.sharded import relative
 from kit.split_models import gradients, whole
 from torch import Tensor, nn
@@ -197,22 +198,6 @@ def shard(model: nn.Module, mesh: Any, dtype: torch.dtype) -> None:
         fully_shard(module, mesh=mesh, mp_policy=policy)
 
 
-@contextmanager
-def norms_on_cpu() -> Iterator[list[Any]]:
-    """Serve gated norms on a CPU as if it were a GPU; give the list to which each call adds its weight."""
-    from gdn.integrations import transformers_norm as norms
-
-    weights: list[Any] = []
-    serve = norms.rms_norm_gated
-
-    def counting(x: Any, gate: Any, weight: Any, **options: Any) -> Any:
-        weights.append(weight)
-        return serve(x, gate, weight, **options)
-
-    with mock.patch.multiple(norms, DEVICES=("cpu",), rms_norm_gated=counting):
-        yield weights
-
-
 def train_sharded(rank: int, dtype: torch.dtype) -> list[Any]:
     """Return the errors of the loss and of all gradients under FSDP2, and dtypes within a forward."""
     mesh = init_device_mesh("cpu", (1, 3), mesh_dim_names=("dp", "cp"))
@@ -225,7 +210,7 @@ def train_sharded(rank: int, dtype: torch.dtype) -> list[Any]:
         lambda *_: dtypes.extend([mixer.A_log.dtype, mixer.in_proj_a.weight.dtype])
     )
     # in bf16 another rounding of the norm moves some gradients of this model by more than ranks may
-    serve = norms_on_cpu() if dtype == torch.float32 else nullcontext([])
+    serve = served_on_cpu() if dtype == torch.float32 else nullcontext([])
     with gdn.patch_transformers(), serve as norms:
         want = loss_of(alone, x, 60)
         want.backward()

@@ -6,6 +6,7 @@ import types
 
 import pytest
 import torch
+from kit.norms import served_on_cpu
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 transformers = pytest.importorskip("transformers")
@@ -32,14 +33,10 @@ error = per_head.error
 
 
 @pytest.fixture
-def counts(monkeypatch):
+def counts():
     """Count the calls of rms_norm_gated by patched norms, on a CPU as if it were a GPU."""
-    seen, serve = [], norms.rms_norm_gated
-    monkeypatch.setattr(norms, "DEVICES", ("cpu", "cuda"))
-    monkeypatch.setattr(
-        norms, "rms_norm_gated", lambda *args, **given: seen.append(1) or serve(*args, **given)
-    )
-    return seen
+    with served_on_cpu() as seen:
+        yield seen
 
 
 def norm_class(family):

@@ -58,15 +58,14 @@ class _Outputs:
     def pack(self, x: Tensor) -> Any:
         # other layouts, as of a sparse weight, have no storage
         number = self.numbers.get(x.untyped_storage()._cdata) if x.layout == torch.strided else None
-        if number is None:
-            return Kept(x, x._version)
-        output, version = self.given[number]
-        now = output()
-        # a replaced module may write to its input, or look at its bits
-        if now is None or now._version != version or now.dtype != x.dtype:
-            return Kept(x, x._version)
-        self.packed += 1
-        return Token(number, x.shape, x.stride(), x.storage_offset())
+        if number is not None:
+            output, version = self.given[number]
+            now = output()
+            # a replaced module may write to its input, or look at its bits
+            if now is not None and now._version == version and now.dtype == x.dtype:
+                self.packed += 1
+                return Token(number, x.shape, x.stride(), x.storage_offset())
+        return Kept(x, x._version)
 
     def unpack(self, x: Any) -> Tensor:
         if not isinstance(x, Token):

@@ -136,22 +136,21 @@ def _commit(p: CommitProblem) -> list[str]:
 
 def _step(p: StepProblem) -> list[str]:
     messages: list[str] = []
-    size, lowest = p.state.shape[0], 0 if p.null_slot is None else 1
+    size = p.state.shape[0]
     slots: list[int] = list(range(len(p.x))) if p.read_index is None else p.read_index.tolist()
     messages += _past_the_pool("read_index", slots, size)
-    reads = [(n, slot) for n, slot in enumerate(slots) if lowest <= slot < size]
-    if p.write_index is None:
+    reads = _valid(slots, size, p.null_slot)
+    if p.write_index is None or p.conv_index is None:
+        # the state, or the window, is written where it was read
         _require_own_slots("read_index", reads)
-    else:
+    if p.write_index is not None:
         targets = p.write_index.tolist()
         messages += _past_the_pool("write_index", targets, size)
-        writes = [(n, targets[n]) for n, _ in reads if lowest <= targets[n] < size]
+        rows = {n for n, _ in reads}
+        writes = [(n, slot) for n, slot in _valid(targets, size, p.null_slot) if n in rows]
         _require_own_slots("write_index", writes, reads)
-    # a window is always written where it was read
     if p.conv_index is not None:
         messages += _slot_vector("conv_index", p.conv_index, p.conv_state.shape[0], p.null_slot)
-    else:
-        _require_own_slots("read_index", reads)
     return messages
 
 
@@ -162,9 +161,15 @@ def _conv(p: ConvProblem | ConvUpdateProblem) -> list[str]:
 
 
 def _slot_vector(name: str, index: Tensor, slots: int, null_slot: int | None) -> list[str]:
-    lowest, given = 0 if null_slot is None else 1, index.tolist()
-    _require_own_slots(name, [(n, slot) for n, slot in enumerate(given) if lowest <= slot < slots])
+    given = index.tolist()
+    _require_own_slots(name, _valid(given, slots, null_slot))
     return _past_the_pool(name, given, slots)
+
+
+def _valid(given: Sequence[int], slots: int, null_slot: int | None) -> list[tuple[int, int]]:
+    """Return (row, slot) of the rows whose slot is in the pool and is not the null slot."""
+    lowest = 0 if null_slot is None else 1
+    return [(n, slot) for n, slot in enumerate(given) if lowest <= slot < slots]
 
 
 def _selected(p: DecodeProblem | ReplayProblem | HistoryProblem, rows: range) -> list[int]:
